@@ -44,9 +44,9 @@ from tandem.refit.layout import Layout  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
 from tandem.refit.transports import shm  # noqa: E402
 from tandem.rollout.engine import Engine, SequenceRequest  # noqa: E402
+from tandem.rollout.engines.skeleton import weights_of  # noqa: E402
 from tandem.rollout.engines.transformers import TransformersEngine  # noqa: E402
 from tandem.rollout.engines.vllm.engine import VllmEngine  # noqa: E402
-from tandem.rollout.engines.weights import weights_of  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
 

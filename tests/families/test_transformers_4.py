@@ -20,7 +20,7 @@ import transformers
 from tandem.samples.model_files import load_model_tokenizer
 from tandem.samples.tokenizer import Tokenizer
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.files.model_folder import save_config
+from tandem.trainer.files.policy_files import save_config
 from tests.harness import families, older_transformers
 from tests.harness.model_types.measuring import make_tiny
 from tests.harness.trainers import trainer_harness

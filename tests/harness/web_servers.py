@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from tandem.rollout.openai_api.bodies import read_body
+from tandem.rollout.openai_api.refusals import read_body
 from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
 

@@ -14,7 +14,7 @@ from tandem.common.errors import ModelError
 from tandem.rollout.engine import EngineCompletion, NewTokens, SequenceRequest
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.sampling import draw, uniforms
-from tandem.rollout.engines.weights import weights_of
+from tandem.rollout.engines.skeleton import weights_of
 
 
 class ToyEngine(RefittedEngine):

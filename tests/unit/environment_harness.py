@@ -10,7 +10,7 @@ import msgspec
 from tandem.common.messages import Problem
 from tandem.config import Config, build_config
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.rollout.environments.scorer import EnvironmentScorer
 
 WAIT_S = 120.0

@@ -30,8 +30,7 @@ from tandem.coordinator.api.rewards import reward_functions, total
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.agents.episodes import read_reward
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.faults import FaultPolicy
-from tandem.rollout.environments.outcomes import Failure, ScoringCall, beyond_in_sum, outcome_of
+from tandem.rollout.environments.outcomes import Failure, FaultPolicy, ScoringCall, beyond_in_sum, outcome_of
 from tandem.samples.batch import SampleBatch
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.set_aside import finite_metrics, least_logprobs, not_finite, set_aside

@@ -28,8 +28,7 @@ from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
 from tandem.common.values import LargeInteger, WrittenFloat
 from tandem.rollout.environments import printing
-from tandem.rollout.environments.faults import FaultPolicy
-from tandem.rollout.environments.outcomes import Failure
+from tandem.rollout.environments.outcomes import Failure, FaultPolicy
 from tandem.samples.batch import SampleBatch
 from tests.harness.descriptors import descriptors_left
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config.schema import PackingAlgorithm
-from tandem.trainer.batching.bins import pack
+from tandem.trainer.batching.packing import pack
 
 ALGORITHMS: tuple[PackingAlgorithm, ...] = get_args(PackingAlgorithm)
 CAPACITY = 60

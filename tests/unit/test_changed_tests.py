@@ -24,12 +24,12 @@ def file_of(name: str) -> str:
 
 
 def test_a_module_selects_what_imports_it_through_any_other_and_a_run(script: ModuleType) -> None:
-    chosen = script.chosen([file_of("trainer/losses/kl.py")])
+    chosen = script.chosen([file_of("trainer/losses/__init__.py")])
     assert {"tests/unit/test_loss.py", "tests/integration/trainer/test_policy_gradients.py", script.A_RUN} <= {*chosen}
     assert "tests/unit/test_scheduler.py" not in chosen
     assert "tests/integration/survival/test_deaths.py" not in chosen
     assert len(chosen) < len(script.test_files()) / 3
-    with_runs = script.chosen([file_of("trainer/losses/kl.py")], with_runs=True)
+    with_runs = script.chosen([file_of("trainer/losses/__init__.py")], with_runs=True)
     assert {*chosen, "tests/integration/survival/test_deaths.py"} <= {*with_runs}
 
 

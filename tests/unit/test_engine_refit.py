@@ -14,8 +14,8 @@ from engine_harness import make_model, make_programs, reference_logprobs, reques
 from tandem.common.errors import RefitError
 from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import Engine
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.rollout.engines.weights import weights_of
 
 PROMPT = (2, 7, 1, 8)
 

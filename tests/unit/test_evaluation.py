@@ -16,9 +16,9 @@ from tandem.config import Config
 from tandem.config.checks import find_broken_rules
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.loop.spec import run_spec
+from tandem.rollout.environments.answers import ExactMatch
 from tandem.rollout.environments.calculator import Calculator
 from tandem.rollout.environments.environment import Score
-from tandem.rollout.environments.exact_match import ExactMatch
 from tandem.rollout.environments.math import MathVerify
 from tandem.rollout.environments.outcomes import checked, step_of
 from tandem.rollout.environments.reasoning_gym import ReasoningGym

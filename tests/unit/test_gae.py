@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.config.schema import GaeEstimator
-from tandem.trainer.advantages import explained_variance
-from tandem.trainer.gae import advantages_and_returns, token_rewards
+from tandem.trainer.advantages import advantages_and_returns, explained_variance, token_rewards
 
 Numbers = NDArray[np.float32]
 

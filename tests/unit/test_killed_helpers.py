@@ -18,8 +18,7 @@ from tandem.common.errors import HelperLost
 from tandem.config import Config
 from tandem.rollout.agents.programs import ProgramLauncher
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import UnscoredResponse
-from tandem.rollout.environments.outcomes import EnvironmentCall, ScoringCall
+from tandem.rollout.environments.outcomes import EnvironmentCall, ScoringCall, UnscoredResponse
 from tandem.rollout.environments.processes.guarded import GuardedProcess
 from tandem.rollout.environments.processes.workers import WorkerPool
 from tandem.rollout.environments.scorer import EnvironmentScorer

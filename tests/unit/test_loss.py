@@ -11,8 +11,7 @@ import torch
 from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
 
 from tandem.config.schema import LossFn, SftConfig
-from tandem.trainer.losses import Counts, aggregate
-from tandem.trainer.losses.kl import kl_penalty
+from tandem.trainer.losses import Counts, aggregate, kl_penalty
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, importance_weights, surrogate
 from tandem.trainer.losses.supervised import NegativeLogLikelihood
 from tandem.trainer.micro_batches import MicroBatch

@@ -11,8 +11,7 @@ import torch
 from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
 
 from tandem.config.schema import LossFn
-from tandem.trainer.losses import Counts, finite_ratio
-from tandem.trainer.losses.kl import kl_penalty, weighted_kl_penalty
+from tandem.trainer.losses import Counts, finite_ratio, kl_penalty, weighted_kl_penalty
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, importance_weights, surrogate
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores

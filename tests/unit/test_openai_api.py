@@ -24,9 +24,8 @@ from tandem.common.errors import ModelError
 from tandem.common.messages import SamplingParameters
 from tandem.config.schema.policy import NewModel
 from tandem.rollout.engines.masks import restrict
-from tandem.rollout.openai_api.bodies import MAX_BODY_BYTES
 from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.refusals import OpenAIRefused
+from tandem.rollout.openai_api.refusals import MAX_BODY_BYTES, OpenAIRefused
 from tandem.samples.model_files import load_model_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ import torch
 from tandem.common.errors import ConfigError
 from tandem.config.schema import OptimizerConfig, SchedulerEntry
 from tandem.trainer.backends.held import advance
-from tandem.trainer.optimizers import make_optimizer, make_scheduler
+from tandem.trainer.backends.optimizers import make_optimizer, make_scheduler
 
 
 def parameters() -> list[torch.nn.Parameter]:

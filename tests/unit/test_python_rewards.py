@@ -27,7 +27,7 @@ from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import ProgramRewardServer
 from tandem.coordinator.api.rewards import check_columns, reward_functions
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.rollout.environments.program import RewardProgram
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.members import MEMBER, open_hub

@@ -19,8 +19,8 @@ from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import UnscoredResponse
 from tandem.rollout.environments.making import make_reward_model
+from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.rollout.environments.reward_model import RewardModel
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.reward_models import plain_reward, write_reward_model

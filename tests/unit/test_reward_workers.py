@@ -29,8 +29,7 @@ from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.faults import UnscoredResponse
-from tandem.rollout.environments.outcomes import checked
+from tandem.rollout.environments.outcomes import UnscoredResponse, checked
 from tandem.rollout.environments.processes.workers import WorkerPool
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.leaks import gone, is_alive

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT, group_by_prompt, shards_by_count
+from tandem.trainer.batching.packing import prompts_of
 from tandem.trainer.batching.shard import micro_batches_of, pad
-from tandem.trainer.batching.shared_prompts import prompts_of
 
 CPU = torch.device("cpu")
 

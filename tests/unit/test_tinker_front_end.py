@@ -36,7 +36,7 @@ from tandem.serving.tinker.requests import TinkerRefused
 from tandem.serving.tinker.sampling import SamplingEngines
 from tandem.serving.tinker.service import TinkerService
 from tandem.serving.tinker.states import StateFolder, StateRecord, now
-from tandem.trainer.calls.losses import LOSSES
+from tandem.trainer.calls.calls import LOSSES
 
 
 def field(number: int, value: int | bytes) -> bytes:

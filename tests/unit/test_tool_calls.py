@@ -15,7 +15,7 @@ from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.environments import Score
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.tool_calls import ChatReader
+from tandem.rollout.openai_api.text import ChatReader
 from tandem.samples.responses import ResponseMarkers, chat_markers
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from tandem.samples.model_files import load_model_tokenizer
 from tandem.samples.tokenizer import Tokenizer
 from tandem.samples.unchanged_files import copy_generation_config, read_template
-from tandem.trainer.files.model_folder import save_config
+from tandem.trainer.files.policy_files import save_config
 
 # As Transformers 4.51 wrote Qwen3's, with fewer tokens.
 TOKENIZER_CONFIG = {

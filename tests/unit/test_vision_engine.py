@@ -16,8 +16,8 @@ from tandem.common.errors import DataError
 from tandem.refit.adapters.huggingface import is_of_tower
 from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vision import EncoderCache, VisionEngine
-from tandem.rollout.engines.weights import weights_of
 from tests.harness.vision_models import FAMILIES
 
 TOLERANCE = 1e-5

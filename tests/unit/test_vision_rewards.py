@@ -15,7 +15,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
 from tandem.rollout.environments.scorer import EnvironmentScorer
-from tandem.rollout.environments.vision.environment import bbox_giou, exact_alnum, has_format, math_expr
+from tandem.rollout.environments.vision import bbox_giou, exact_alnum, has_format, math_expr
 from tests.harness.nemo_rl_math import judge
 
 CLEVR = [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]

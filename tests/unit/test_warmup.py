@@ -11,7 +11,7 @@ import transformers
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, make_plain, notices
-from tandem.trainer.optimizers import make_scheduler
+from tandem.trainer.backends.optimizers import make_scheduler
 
 LR = 3e-4
 MEGATRON = {"enabled": True, "optimizer": {"lr": LR, "min_lr": 0.0}}

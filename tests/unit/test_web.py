@@ -28,8 +28,7 @@ from tandem.common import web
 from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import ConfigError
 from tandem.rollout.openai_api.app import make_app, only_with
-from tandem.rollout.openai_api.bodies import read_body
-from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
+from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, read_body
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.serving.access_token import VARIABLE, add_token, token_of
 from tests.harness.runs.running import wait_until

@@ -17,10 +17,10 @@ from tandem.config.models.families import VLLM_SEEING
 from tandem.refit.adapters.huggingface import is_of_tower
 from tandem.refit.digests.comparison import compare
 from tandem.refit.digests.task import digest_layout
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vllm import engine as vllm_engine
 from tandem.rollout.engines.vllm.insides import InProcessLlm
 from tandem.rollout.engines.vllm.workers import EngineWorkers
-from tandem.rollout.engines.weights import weights_of
 from tests.harness.vision_models import write_vision_model
 from tests.vllm.vllm_harness import all_parameters, live_parameters, refit, train
 from tests.vllm.vllm_vision_harness import TOLERANCE, apart, digests_of, held_by, passes_of, questions, running

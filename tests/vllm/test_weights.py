@@ -13,9 +13,9 @@ from engine_harness import reference_logprobs, request, run_all
 from tandem.common.errors import ModelError, RefitError
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.task import digest_layout
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import engine_arguments
-from tandem.rollout.engines.weights import weights_of
 from tests.vllm.vllm_harness import (
     CHANGES,
     FAMILIES,

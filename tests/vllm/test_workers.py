@@ -17,11 +17,11 @@ from engine_harness import random_prompts, reference_logprobs, request, run_all
 from tandem.common.errors import RefitError
 from tandem.refit.digests.comparison import compare
 from tandem.refit.digests.task import digest_layout
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vllm import engine as vllm_engine
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import InProcessLlm
 from tandem.rollout.engines.vllm.workers import EngineWorkers
-from tandem.rollout.engines.weights import weights_of
 from tests.harness import leaks
 from tests.harness.runs import hosts_harness
 from tests.harness.runs.by_hand import refits_of, undisturbed_run

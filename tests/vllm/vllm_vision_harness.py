@@ -12,9 +12,9 @@ from vision_harness import Seeing
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine
-from tandem.rollout.engines.weights import weights_of
 
 TOLERANCE = 1e-5
 

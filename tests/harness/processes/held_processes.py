@@ -51,8 +51,8 @@ def _trainer(arguments: Sequence[str]) -> int:
     from tandem.samples.batch import SampleBatch
     from tandem.trainer import cli, step
     from tandem.trainer.fetching import SampleFetcher
-    from tandem.trainer.files.saving import SavingReplies
     from tandem.trainer.losses import policy_gradient
+    from tandem.trainer.service import SavingReplies
 
     train, fetch, save = step.train, SampleFetcher.fetch, SavingReplies.save
     weigh = policy_gradient.importance_weights

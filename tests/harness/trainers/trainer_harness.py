@@ -38,10 +38,10 @@ from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import unpad_into
-from tandem.trainer.evaluating import evaluate
 from tandem.trainer.exchange import RankExchange, meet, moved
 from tandem.trainer.files import box_files, policy_files
 from tandem.trainer.scorers.columns import scored_by
+from tandem.trainer.step import evaluate
 
 VOCABULARY = 24
 DEADLINE_S = 120.0

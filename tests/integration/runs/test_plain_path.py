@@ -40,7 +40,6 @@ ALTERNATIVES = {
     "trainer/scorers/columns.py": "columns of models beside the policy",
     "rollout/engines/vllm/engine.py": "the other engine",
     "rollout/engines/vllm/part.py": "the other engine",
-    "rollout/engines/vllm/weights.py": "the other engine",
     "refit/transports/copying.py": "copies, where the trainer's memory is not read in place",
     "refit/transports/exchange.py": "streams, where memory cannot be shared",
 }

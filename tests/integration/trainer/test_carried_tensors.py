@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tandem.config import Config
 from tandem.coordinator.cli import main
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.files.carried_tensors import CarriedTensors
+from tandem.trainer.files.policy_files import CarriedTensors
 from tests.harness.trainers.trainer_harness import make_config, make_groups, make_model, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")

@@ -386,7 +386,7 @@ class AddGradient(Command, frozen=True, kw_only=True, tag=True):
 
     loss: LossOfCall
     settings: Annotated[dict[Name, Finite], Meta(max_length=10)]
-    """Arguments of the loss, by the names of `tandem.trainer.calls.losses`."""
+    """Arguments of the loss, by the names of `tandem.trainer.calls.calls`."""
     has_gradient: bool
     """Whether to compute the gradient, rather than only the scores."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tandem.common.messages import ImageRef, PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch
 from tandem.samples.chat_templates import Messages
 from tandem.samples.images.columns import image_columns

@@ -31,8 +31,7 @@ from tandem.launch.service import ServiceContext
 from tandem.rollout.conversation import SampleConversation
 from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.faults import UnscoredResponse
-from tandem.rollout.environments.outcomes import beyond_in_sum
+from tandem.rollout.environments.outcomes import UnscoredResponse, beyond_in_sum
 from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.rollout.parts import RolloutParts
 from tandem.samples.batch import SampleBatch

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -28,6 +31,8 @@ from tandem.common.messages import (
     AwaitCheckpoint,
     BuildTrainer,
     CallCommand,
+    CheckpointCopied,
+    CheckpointSaved,
     ConnectTransferGroup,
     CopyWeights,
     Evaluate,
@@ -56,20 +61,49 @@ from tandem.samples.batch import IMAGES, TABLE, TOKENS, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import NO_RANK, data_parallel_ranks
 from tandem.samples.images.columns import check_images
 from tandem.trainer import step
-from tandem.trainer.backend import TrainerBackend
+from tandem.trainer.backend import CheckpointWriting, TrainerBackend
 from tandem.trainer.batching.images import check_image_tokens
 from tandem.trainer.building import TrainerParts, build_parts, image_fetcher, open_rendezvous
-from tandem.trainer.evaluating import evaluate
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
-from tandem.trainer.files.saving import SavingReplies
 from tandem.trainer.rank_time import measured
 from tandem.trainer.set_aside import BY_LOGPROBS, TrainingShard, finite_metrics, least_logprobs, set_aside
+from tandem.trainer.step import evaluate
 
 if TYPE_CHECKING:
     from tandem.trainer.calls.calls import RankCalls
 
 _FETCH_SHARE = 0.25
 """The longest time for fetching samples, as a share of the training step's deadline."""
+
+
+class SavingReplies:
+    """The replies about one rank's checkpoints."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._writing: CheckpointWriting | None = None
+        """The last checkpoint that is being written, or was."""
+
+    def save(self, command: SaveCheckpoint, training_state: AbstractContextManager[TrainerBackend]) -> None:
+        """Copy what is saved, and reply; a thread writes the copy."""
+        assert self._writing is None or self._writing.num_bytes.done(), "the coordinator asks for one at a time"
+        with training_state as backend:
+            self._writing = backend.save(Path(command.folder))
+        reply = CheckpointCopied(command_id=command.command_id, why_waited=self._writing.why_waited)
+        self._context.reply(command.command_id, reply)
+
+    def answer_once_written(self, command: AwaitCheckpoint) -> None:
+        """Reply once the thread has written all, or could not: from that thread, or at once if it is done."""
+        assert self._writing is not None, "the coordinator sends SaveCheckpoint first"
+        self._writing.num_bytes.add_done_callback(partial(self._answer, command))
+
+    def _answer(self, command: AwaitCheckpoint, num_bytes: Future[int]) -> None:
+        error = num_bytes.exception()
+        if error is not None:
+            self._context.fail(command.command_id, error, aside=f"writing step {command.step}")
+            return
+        reply = CheckpointSaved(command_id=command.command_id, num_bytes=num_bytes.result())
+        self._context.reply(command.command_id, reply)
 
 
 class TrainerService:

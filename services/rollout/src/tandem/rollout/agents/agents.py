@@ -32,13 +32,18 @@ from tandem.rollout.agents.programs import ProgramChanged, ProgramLauncher
 from tandem.rollout.agents.session import EpisodeSession
 from tandem.rollout.engine import Engine, EngineCompletion
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import FaultPolicy, UnscoredResponse
-from tandem.rollout.environments.outcomes import MOST_RETRIES, Failure, failure_of, timed_out
+from tandem.rollout.environments.outcomes import (
+    MOST_RETRIES,
+    Failure,
+    FaultPolicy,
+    UnscoredResponse,
+    failure_of,
+    timed_out,
+)
 from tandem.rollout.openai_api.app import api_routes
-from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.images import limits_of, stored_images
-from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
+from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, read_body
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.samples.images.rows import image_folder
 from tandem.samples.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ import numpy as np
 from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
 from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.samples.batch import SampleBatch
 from tandem.samples.chat_templates import REASONING_FIELDS, reasoning_of
 from tandem.samples.images.columns import image_columns

@@ -1,22 +1,54 @@
-"""Sample one token per row, with its log-probability in the distribution it was drawn from.
+"""Sample one token per row, with its log-probability in the distribution left by what is forbidden.
 
 Randomness is counter-based: the uniform number behind token ``i`` of a response is a hash of the request's seed and
 ``i``. It depends neither on other requests nor on any state of this process.
+
+Of sequences that a response may not contain, the last token is masked where the response ends with the others. Tokens
+are then drawn from what remains, renormalised, and their log-probabilities are of that distribution. An engine that was
+never asked for any does not wrap its forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tandem.rollout.engines.masks import restrict
+from tandem.rollout.engines.slots import EngineSlots
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def forbidden_next(sequences: Sequence[Sequence[int]], made_ids: Sequence[int]) -> list[int]:
+    """Return the tokens that would complete one of the sequences after these tokens of the response."""
+    response_ids = tuple(made_ids)
+    return [last for *before, last in sequences if response_ids[len(response_ids) - len(before) :] == tuple(before)]
+
+
+class ForbiddingForward:
+    """A forward pass whose logits of forbidden tokens are minus infinity."""
+
+    def __init__(self, forward: Callable[[], torch.Tensor], slots: EngineSlots) -> None:
+        """`forward` returns a row of logits for each running sequence of `slots`."""
+        self._forward = forward
+        self._slots = slots
+
+    @torch.inference_mode()
+    def __call__(self) -> torch.Tensor:
+        """Return the logits ``[R, V]`` from which the next tokens are drawn."""
+        logits_RV = self._forward()
+        for row, sequence in enumerate(self._slots.sequences):
+            sequences = sequence.request.sampling.bad_token_ids
+            if sequences:
+                length = max(map(len, sequences)) - 1
+                forbidden_ids = forbidden_next(sequences, self._slots.newest(row, length))
+                logits_RV[row, forbidden_ids] = -torch.inf
+        return logits_RV
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""A Hugging Face model without weights, filled by refits and driven by slots, and its trial."""
+"""A Hugging Face model without weights, the weights that refits fill, its drive by slots, its trial."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from tandem.common.attention.stateful import ATTENTION_TYPES, STATEFUL_TYPES, fi
 from tandem.common.errors import ModelError
 from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
 from tandem.config.models.vision_families import VISION
+from tandem.refit.adapters.huggingface import as_checkpoint
+from tandem.refit.layout import LayoutBuilder, whole
+from tandem.refit.weights import Weights, device_name, host_name
 from tandem.rollout.engines.attention import (
     ATTENTION_NAME,
     BLOCKS_ATTENTION_NAME,
@@ -28,6 +31,23 @@ from tandem.rollout.engines.attention import (
     SlotPrompt,
 )
 from tandem.rollout.engines.states import StatefulCache, make_cache
+
+
+def weights_of(model: torch.nn.Module) -> Weights:
+    """Describe a model's live parameters, each a full slice in a private storage of its own. Tied ones appear once.
+
+    Buffers that checkpoints contain are included, such as what routers add to their scores.
+    """
+    saved = model.state_dict().keys()
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    builder = LayoutBuilder(host_name(), device_name(next(iter(tensors.values())).device))
+    for name, tensor in tensors.items():
+        size = tensor.element_size()
+        index = builder.tensor(name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        storage = builder.storage(name, tensor.numel() * size)
+        builder.add(index, whole(tensor.shape), storage, 0, [stride * size for stride in tensor.stride()])
+    return Weights(as_checkpoint(builder.build()), tensors)
 
 
 def load_skeleton(

@@ -1,4 +1,8 @@
-"""Make an environment from its configured name: a built-in one, or the user's custom class."""
+"""Make an environment from its configured name: a built-in one, or the user's custom class.
+
+A built-in environment that compares with one right answer is asked about each of several;
+`tandem.config.checks.data.COMPARING_ENVIRONMENTS` names these. Others read the answer as it stood in the row.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import msgspec
 
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError
-from tandem.common.messages import EngineServer
+from tandem.common.messages import EngineServer, Problem
+from tandem.common.values import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes
 from tandem.config.checks.vision import read_reward_functions
@@ -19,15 +24,56 @@ from tandem.config.models.vision_families import family_of
 from tandem.config.schema import EnvironmentConfig as Settings
 from tandem.config.schema.environments import IMAGE_ENVIRONMENTS
 from tandem.config.threads import count_threads
-from tandem.rollout.environments.any_answer import AnyAnswer, AnyAnswerInTurns
 from tandem.rollout.environments.environment import (
     BatchEnvironment,
     ConversingEnvironment,
     Environment,
     Reads,
     RunsIn,
+    Score,
+    Turn,
     is_multi_turn,
 )
+from tandem.samples.chat_templates import Messages
+
+
+class AnyAnswer:
+    """An environment whose score is the best of those for each of the right answers, which it sees as texts."""
+
+    def __init__(self, environment: Environment, *, reads_boxes: bool) -> None:
+        self._environment = environment
+        self.reads = getattr(environment, "reads", "answer")
+        self._reads_boxes = reads_boxes
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """Score the response against each right answer until one makes it correct."""
+        best = _best(problem, self._reads_boxes, lambda variant: self._environment.score(variant, response))
+        assert isinstance(best, Score), "an environment that scores has no turns"
+        return best
+
+
+class AnyAnswerInTurns:
+    """A multi-turn environment whose last score is the best of those for each of the right answers."""
+
+    def __init__(self, environment: ConversingEnvironment) -> None:
+        self._environment = environment
+
+    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
+        """Answer the last response, or score it against each right answer until one makes it correct."""
+        return _best(problem, False, lambda variant: self._environment.step(variant, conversation))
+
+
+def _best(problem: Problem, reads_boxes: bool, call: Callable[[Problem], Score | Turn]) -> Score | Turn:
+    best: Score | None = None
+    # Without any, the environment says that there is no answer.
+    for text in answer_texts(problem.answer, boxes=reads_boxes) or ("",):
+        result = call(msgspec.structs.replace(problem, answer=text))
+        if isinstance(result, Turn) or result.correct:
+            return result
+        if best is None or result.reward > best.reward:
+            best = result
+    assert best is not None, "there is at least one text"
+    return best
 
 
 def runs_in(config: Config) -> RunsIn:
@@ -78,7 +124,7 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
             else AnyAnswer(environment, reads_boxes=reads_boxes(config, name))  # type: ignore[arg-type]
         )
     if is_multi_turn(environment) and family_of(config.policy) is not None:
-        from tandem.rollout.environments.vision.showing import Showing
+        from tandem.rollout.environments.vision import Showing
 
         return Showing(environment, config)  # type: ignore[arg-type, return-value]
     return environment
@@ -139,7 +185,7 @@ def _built_in_factory(
 
             return MathVerify
         case "math_multi_reward":
-            from tandem.rollout.environments.math_multi_reward import MathMultiReward
+            from tandem.rollout.environments.answers import MathMultiReward
 
             return MathMultiReward
         case "python_code":
@@ -147,7 +193,7 @@ def _built_in_factory(
 
             return PythonCode
         case "exact_match":
-            from tandem.rollout.environments.exact_match import ExactMatch
+            from tandem.rollout.environments.answers import ExactMatch
 
             return ExactMatch
         case "calculator":
@@ -159,7 +205,7 @@ def _built_in_factory(
 
             return SlidingPuzzle
         case _ if name in IMAGE_ENVIRONMENTS:
-            from tandem.rollout.environments.vision.environment import ImageRewards
+            from tandem.rollout.environments.vision import ImageRewards
 
             return partial(ImageRewards, read_reward_functions(name, settings.reward_functions))
         case _:

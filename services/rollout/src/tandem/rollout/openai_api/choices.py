@@ -41,8 +41,7 @@ from tandem.rollout.openai_api.protocol import (
     too_long,
 )
 from tandem.rollout.openai_api.refusals import OpenAIRefused
-from tandem.rollout.openai_api.text import StoppedText, TextStream
-from tandem.rollout.openai_api.tool_calls import ChatPart, ChatReader
+from tandem.rollout.openai_api.text import ChatPart, ChatReader, StoppedText, TextStream
 from tandem.samples.responses import chat_markers
 
 Chosen = tuple[int, "ResponsePiece"]

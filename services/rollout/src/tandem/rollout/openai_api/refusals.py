@@ -1,14 +1,21 @@
-"""Refusals of requests, in the shape that OpenAI's clients know."""
+"""Bodies of requests, read within limits, and refusals in the shape that OpenAI's clients know."""
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tandem.common.errors import TandemError
 
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
 """Headers of refusals; times in seconds."""
+MAX_BODY_BYTES = 1 << 24
+"""Size limit of one request."""
+_BODY_S = 60.0
+"""Seconds for a request's body to arrive."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,3 +84,22 @@ def too_late(deadline_s: float) -> OpenAIRefused:
     return OpenAIRefused(
         f"not done within {deadline_s:g} s", status=504, kind="timeout_error", code="deadline_exceeded"
     )
+
+
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Return a request's body. Raises `OpenAIRefused` if it is too long or does not arrive."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise OpenAIRefused(
+                        f"the body has more than {max_bytes} bytes", status=413, code="request_too_large"
+                    )
+                parts.append(part)
+    except TimeoutError:
+        raise OpenAIRefused(f"the body has not arrived within {_BODY_S:g} s", status=408) from None
+    except ClientDisconnect:
+        raise gone() from None
+    return b"".join(parts)

@@ -1,4 +1,9 @@
-"""Models as they are prepared to take rows of several sequences: each is tried out first."""
+"""Models as they are prepared to take rows of several sequences: each is tried out first.
+
+Layers that carry a state: in a packed row each sequence runs apart, from an empty state. With shared prompts each
+sample runs with its prompt, as one batch of all samples: such a layer computes a prompt once for each of its samples,
+all other layers once.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,59 @@ import torch
 
 from tandem.common.attention.chunks import find_chunk_sizes, give_positions
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
-from tandem.common.attention.stateful import INDEXED_TYPE, find_stateful_modules, find_unknown_layer_type
+from tandem.common.attention.stateful import (
+    INDEXED_TYPE,
+    StatefulModule,
+    find_stateful_modules,
+    find_unknown_layer_type,
+    is_replaced,
+    replace_forward,
+)
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.attention.rows import ATTENTION_NAME, CHUNKS_ATTENTION_NAME
-from tandem.trainer.attention.states import separate_sequences
-from tandem.trainer.batching.packing import pack_row
-from tandem.trainer.batching.shared_prompts import share_prompts
+from tandem.trainer.batching.packing import pack_row, share_prompts
 from tandem.trainer.micro_batches import TokenRow
+
+
+class _RowModel:
+    """A model whose stateful modules run each sequence of a `TokenRow` apart."""
+
+    def __init__(self, model: Any) -> None:
+        self._row: TokenRow | None = None
+        self._is_within = False
+        replace_forward(model, self._run_row)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+        if model.base_model is not model:  # which is called by itself where no logits are wanted
+            model.base_model.register_forward_pre_hook(self._begin_within, with_kwargs=True)
+
+    def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note what the row of a forward pass consists of; its backward pass may compute layers again."""
+        self._row, self._is_within = kwargs.get("row"), True
+
+    def _end(self, model: Any, args: Any, output: Any) -> None:
+        self._is_within = False
+
+    def _begin_within(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._is_within:  # not every model hands its arguments on
+            self._row = kwargs.get("row")
+
+    def _run_row(self, module: StatefulModule, hidden_BTE: torch.Tensor) -> torch.Tensor | None:
+        row = self._row
+        if row is None:
+            return None
+        if row.source_BW is None:
+            parts = torch.split(hidden_BTE, [*row.lengths], dim=1)
+            return torch.cat([module.run_apart(part_1TE) for part_1TE in parts], dim=1)
+        assert row.taken_N is not None, "rows with shared prompts have it"
+        samples_BWE = hidden_BTE[0].index_select(0, row.source_BW.flatten()).view(*row.source_BW.shape, -1)
+        return module.run_apart(samples_BWE).flatten(0, 1).index_select(0, row.taken_N)[None]
+
+
+def separate_sequences(model: Any) -> None:
+    """Have a model's stateful modules, if it has some, run each sequence of a row apart."""
+    if find_stateful_modules(model) and not is_replaced(model):
+        _RowModel(model)
 
 
 def prepare_to_share(model: Any, max_length: int) -> str | None:

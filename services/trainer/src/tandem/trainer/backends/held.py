@@ -31,14 +31,14 @@ from tandem.config.models.lora import make_tensor_name
 from tandem.config.schema import columns
 from tandem.trainer import exposed_weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
-from tandem.trainer.backends import optimizer_state
+from tandem.trainer.backends import optimizers
 from tandem.trainer.backends.building import ModelBuilder
 from tandem.trainer.backends.offload import OffloadedStorages, state_of
+from tandem.trainer.backends.optimizers import make_optimizer, make_scheduler
 from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.backends.starting_adapters import as_at_the_start, shards_of
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.optimizers import make_optimizer, make_scheduler
 from tandem.trainer.scores import Scores
 
 
@@ -65,7 +65,7 @@ class CheckpointedModel(ABC):
     def state(self) -> checkpoints.ModelState:
         """Return the contents of a checkpoint. The schedule needs only the number of its steps."""
         counts = checkpoints.OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
-        parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
+        parts = partial(optimizers.parts_of, self._optimizer_tensors())
         if self._adapters is not None:
             trained = self._trained()
             gathered, num_bytes = adapter_files.gathered(trained), sum(each.nbytes for each in trained.values())
@@ -111,7 +111,7 @@ class CheckpointedModel(ABC):
         self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_counts(folder, self.name)))
         if self.num_steps:
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
-            read = partial(optimizer_state.read, tensors)
+            read = partial(optimizers.read, tensors)
             checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, self.name))
 
 

@@ -29,8 +29,7 @@ from tandem.samples.sampling_masks import MaskFormat, masks_of_run
 from tandem.trainer.backend import ModelReplicas, TrainerBackend
 from tandem.trainer.batching.images import image_settings, row_images
 from tandem.trainer.batching.masks import masks_on
-from tandem.trainer.batching.packing import pack_row, packed_groups, padded_groups
-from tandem.trainer.batching.shared_prompts import shared_row
+from tandem.trainer.batching.packing import pack_row, packed_groups, padded_groups, shared_row
 from tandem.trainer.losses import Counts
 from tandem.trainer.micro_batches import Columns, Groups, MicroBatch, move_to_device
 

@@ -9,8 +9,7 @@ import torch
 
 from tandem.common.numeric import LARGEST_LOG_RATIO
 from tandem.config.schema import LossFn
-from tandem.trainer.losses import Counts, Report, aggregate, finite_ratio
-from tandem.trainer.losses.kl import weighted_kl_penalty
+from tandem.trainer.losses import Counts, Report, aggregate, finite_ratio, weighted_kl_penalty
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import MaskedScores, TokenScores
 

@@ -18,9 +18,8 @@ from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
-from tandem.rollout.engines.vllm.masks import KEPT
-from tandem.rollout.engines.vllm.routing import ASKED
 from tandem.rollout.engines.vllm.speculation import engine_argument
+from tandem.rollout.engines.vllm.token_columns import ASKED, KEPT
 from tandem.rollout.engines.vllm.workers import EngineWorkers, NoRefits, WorkersMeter
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat, SamplingMasks

@@ -15,29 +15,87 @@ import torch
 
 from tandem.common.errors import ModelError
 from tandem.common.memory import MemoryMeter
+from tandem.config.models.families import VLLM, VLLM_SEEING
 from tandem.refit import layout, program
+from tandem.refit.adapters.catalogue import make_shape
+from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import encode_digests
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.digests.task import DigestTask, VersionDigest
+from tandem.refit.layout import Layout, PrivateMemory, Storage
+from tandem.refit.weights import Weights, device_name, host_name
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.insides import SEES
 from tandem.rollout.engines.vllm.learned import LearnedParameters, ParameterViews
-from tandem.rollout.engines.vllm.masks import KEPT, MaskRecord
 from tandem.rollout.engines.vllm.packed import PackedModule
-from tandem.rollout.engines.vllm.routing import ASKED, ExpertRoutes
-from tandem.rollout.engines.vllm.weights import weights_of
+from tandem.rollout.engines.vllm.token_columns import ASKED, KEPT, ExpertRoutes, MaskRecord
 
 if TYPE_CHECKING:
     from tandem.refit.transfer import TransferGroup
     from tandem.refit.transports.meeting import GroupStore
-    from tandem.refit.weights import Weights
-
 
 _KEEP_WEIGHTS = 1
 """Level of vLLM's sleep. Weights wait in host memory, because an engine may be asked once more for the same version."""
 _ABSORBED = ("W_UV", "W_UK_T")
 """Matrices that latent attention multiplies by, computed from its projection of latent keys and values."""
+
+
+def weights_of(
+    config: Mapping[str, Any],
+    parameters: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    sizes: Vllm,
+    rank: int,
+    block: tuple[int, int] | None = None,
+) -> Weights:
+    """Describe the live parameters of one worker.
+
+    Args:
+        config: Hugging Face configuration of the model.
+        parameters: by name, tied ones once. Bytes outside all tensors, such as padding of the vocabulary, become zero.
+        dtype: of the weights, except those in float8.
+        sizes: of the engine.
+        rank: of the worker in it.
+        block: rows and columns that share a scale, if the weights of linear layers are in float8.
+
+    Raises:
+        ModelError: the architecture is unknown, or the model has a parameter that a refit would not write.
+        RefitError: the model lacks a parameter, or has it in another size.
+
+    """
+    known_types = (*VLLM, *VLLM_SEEING)
+    if config.get("model_type") not in known_types:
+        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(known_types)}")
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    device = device_name(next(iter(parameters.values())).device)
+    model = make_shape(config, name_of_dtype)
+    layout = sizes.layout(model if block is None else model.quantised(block), rank, host_name(), device)
+    storages = {name: Storage(name, parameter.nbytes, PrivateMemory()) for name, parameter in parameters.items()}
+    located = locate(layout, storages)
+    names = [storage.name for storage in located.storages]
+    unwritten = sorted(parameters.keys() - set(names))
+    if unwritten:
+        raise ModelError(f"vLLM's {config['model_type']} has parameters that hold no tensor: {', '.join(unwritten)}")
+    expected_dtypes = dtypes_of(located)
+    for name in names:
+        parameter = parameters[name]
+        expected = expected_dtypes.get(name, dtype)  # padding alone has no tensor in it
+        if parameter.dtype != expected or not parameter.is_contiguous():
+            raise ModelError(
+                f"vLLM has {name} as {parameter.dtype} with strides {parameter.stride()}, not plain {expected}"
+            )
+        parameter.data.zero_()
+    return Weights(located, {name: parameters[name] for name in names})
+
+
+def dtypes_of(layout: Layout) -> dict[str, torch.dtype]:
+    """Return the element type of each storage."""
+    storages, tensors = layout.pieces.storage_P.tolist(), layout.pieces.tensor_P.tolist()
+    return {
+        layout.storages[storage].name: getattr(torch, layout.tensors[tensor].dtype)
+        for storage, tensor in zip(storages, tensors, strict=True)
+    }
 
 
 class WorkerPart:

@@ -1,4 +1,4 @@
-"""Messages between a rollout process and its reward workers: msgpack after its length."""
+"""Messages between a rollout process and its reward workers, msgpack after its length; their start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RewardError
+from tandem.common.messages import EngineServer
 from tandem.common.values import decode_number, encode_number
+from tandem.rollout.environments.environment import RunsIn
 from tandem.rollout.environments.outcomes import Outcome, ScoringCall
 
 _LENGTH = 8
@@ -17,6 +19,40 @@ _LONGEST = 1 << 32
 """Longest message in bytes. A longer one does not come from our code."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_number)
 call_decoder = msgspec.msgpack.Decoder(ScoringCall, ext_hook=decode_number)
+
+
+class ClassImported(msgspec.Struct, frozen=True):
+    """The report that the forking process has imported the environment's class."""
+
+    runs_in: RunsIn = "processes"
+    error: str = ""
+    """Why the import failed."""
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """The first message to a worker."""
+
+    engine: EngineServer | None = None
+    """Address of the rollout's own engine."""
+
+
+class WorkerForked(msgspec.Struct, frozen=True):
+    """The first report of a worker: it is there."""
+
+    pid: int
+    guardian: int
+    """Process id of its guardian."""
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """The report that a worker has its environment."""
+
+    is_multi_turn: bool = False
+    is_async: bool = False
+    batch_size: int = 0
+    """Calls that it scores at once; 0 if it scores each by itself."""
+    error: str = ""
+    """Why it has no environment."""
 
 
 class CallOutcome(msgspec.Struct, frozen=True):

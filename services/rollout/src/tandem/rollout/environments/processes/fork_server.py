@@ -39,8 +39,17 @@ from tandem.rollout.environments.environment import BatchEnvironment, is_async, 
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
 from tandem.rollout.environments.outcomes import Failure, Outcome, ScoringCall, failure_of, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
-from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, call_decoder, packed, receive
-from tandem.rollout.environments.processes.starting import ClassImported, WorkerForked, WorkerReady, WorkerStart
+from tandem.rollout.environments.processes.channel import (
+    CallOutcome,
+    ClassImported,
+    MessageReader,
+    WorkerForked,
+    WorkerReady,
+    WorkerStart,
+    call_decoder,
+    packed,
+    receive,
+)
 
 _TOGETHER_S = 0.002
 """How long to wait for further calls while there is nothing else to do."""

@@ -23,8 +23,7 @@ from tandem.common.process_lifetime import (
 )
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
-from tandem.rollout.environments.processes.channel import MessageReader, framed
-from tandem.rollout.environments.processes.starting import ClassImported
+from tandem.rollout.environments.processes.channel import ClassImported, MessageReader, framed
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0

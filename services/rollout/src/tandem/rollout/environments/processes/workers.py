@@ -31,10 +31,16 @@ from tandem.rollout.environments.outcomes import (
     Outcome,
     timed_out,
 )
-from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, packed
+from tandem.rollout.environments.processes.channel import (
+    CallOutcome,
+    MessageReader,
+    WorkerForked,
+    WorkerReady,
+    WorkerStart,
+    packed,
+)
 from tandem.rollout.environments.processes.guarded import WorkerForkServer, ask_guardian
 from tandem.rollout.environments.processes.losing import WaitingJobs, WorkerLosses
-from tandem.rollout.environments.processes.starting import WorkerForked, WorkerReady, WorkerStart
 
 _COROUTINES = 256
 """Calls of an asynchronous environment that one worker has at once."""

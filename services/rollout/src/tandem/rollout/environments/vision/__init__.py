@@ -1,1 +1,0 @@
-"""Score responses about images by NeMo-RL's functions."""
