@@ -34,8 +34,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.config import load_config
-from tandem.coordinator.forecast.ages import predict
-from tandem.coordinator.forecast.plan_ages import rates_of, read_rates
+from tandem.coordinator.forecast.plan_ages import predict, rates_of, read_rates
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 
 NUM_ROUNDS, NUM_WARMUP = 3, sized(3, 1)

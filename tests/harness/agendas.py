@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.coordinator.scheduler.agenda import AgendaEntry, RuleAgenda
+from tandem.coordinator.scheduler.agenda import AgendaEntry, RuleAgenda, RuleTables, TableRule
 from tandem.coordinator.scheduler.events import Action
-from tandem.coordinator.scheduler.rule import RuleTables, TableRule
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
 

@@ -17,8 +17,15 @@ from simulation_harness import Simulated, Simulation
 
 from tandem.config import Config, config_to_json, load_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.forecast.ages import StepRates, bound_speedup, predict
-from tandem.coordinator.forecast.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
+from tandem.coordinator.forecast.plan_ages import (
+    BYTES_A_TOKEN,
+    GivenRates,
+    StepRates,
+    bound_speedup,
+    predict,
+    print_ages,
+    read_rates,
+)
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 

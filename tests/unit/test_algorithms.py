@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
 WRITERS = (
     "launch/starting/",
-    "coordinator/evaluation/evaluate.py",
+    "tandem/coordinator/evaluation.py",
     "commands/init.py",
     "config/nemo_eval.py",
     "coordinator/tinker/driving.py",

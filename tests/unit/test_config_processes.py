@@ -10,7 +10,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
 from tandem.config.dump import make_plain, resume_differences
 from tandem.config.model_groups import ModelGroup, find_model_group, list_model_groups
-from tandem.coordinator.forecast import plan_summary
+from tandem.coordinator.forecast import plan_json
 from tandem.coordinator.loop.spec import run_spec
 from tandem.launch.nodes import expected_processes, nodes_of
 from tandem.samples.batch_sharding import data_parallel_ranks, scoring_trainers
@@ -53,7 +53,7 @@ def test_each_model_with_processes_is_a_world_and_the_rest_is_the_policys() -> N
     assert spec.without_policy == {f"trainer-{index}" for index in range(2, 7)}
     assert build_config(make_plain(config)) == config
     ranks = "2 trainer ranks, and beside them 1 of the reference and 4 of the value"
-    assert plan_summary.ranks_of_training(config) == ranks
+    assert plan_json.ranks_of_training(config) == ranks
     assert resume_differences(together, config_of({"value": 2})) == [], "a run may go on with others"
 
 

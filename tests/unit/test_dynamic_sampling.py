@@ -15,7 +15,7 @@ from tandem.config import Config
 from tandem.config.schema import AdvEstimator, GrpoConfig, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.forecast.plan_summary import steps
+from tandem.coordinator.forecast.plan_json import steps
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts, FinishRun
 from tandem.coordinator.scheduler.phases import RunPhase

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, build_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.model_folders.checking import check_model
+from tandem.coordinator.model_folders import check_model
 from tandem.refit.adapters.catalogue import make_shape
 
 SIZES: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tandem.config import build_config
-from tandem.coordinator.scheduler.rule import RuleMode
+from tandem.coordinator.scheduler.agenda import RuleMode
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.rollout.engine import Engine
 from tests.harness.scripts import load_script

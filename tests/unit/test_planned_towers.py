@@ -13,10 +13,10 @@ from rich.console import Console
 
 from tandem.config import Config, build_config
 from tandem.config.models.vision_families import VISION
+from tandem.coordinator.forecast.activations import bound_image_tokens, tower_of
 from tandem.coordinator.forecast.memory import memory_of
 from tandem.coordinator.forecast.plan import explain
 from tandem.coordinator.forecast.sides import model_shape, sides
-from tandem.coordinator.forecast.towers import bound_image_tokens, tower_of
 from tandem.trainer.backends.pictures import freeze
 from tests.harness.vision_models import vision_config, vision_tokenizer
 

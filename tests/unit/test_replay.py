@@ -14,8 +14,7 @@ from run_harness import Run, record, samples_of_step
 from tandem.common.errors import ConfigError, DamagedCheckpoint, RunFolderError, SamplesError, TandemError
 from tandem.config import Config, build_config, change_config, changed_keys, config_to_json, load_config, notices
 from tandem.coordinator.cli import main
-from tandem.coordinator.preparing.comparison import compare
-from tandem.coordinator.preparing.replay import begin_replay, continue_replay, origin_of, source_of
+from tandem.coordinator.preparing.replay import begin_replay, compare, continue_replay, origin_of, source_of
 from tandem.coordinator.preparing.resuming import StartingPoint
 from tandem.observe.run_folder.checkpoints import steps_in_words
 from tandem.observe.run_folder.journal import StepRecord

@@ -21,8 +21,8 @@ from tandem.common.values import LargeInteger, WrittenFloat, answer_texts, encod
 from tandem.common.wire import MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.coordinator.api.configuration import rows_of
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.api.rows import rows_of
 from tandem.rollout.environments import Score, make_environment
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tandem.samples.data_sets import ConversationWriter, PromptEncoder, load_problems

@@ -15,9 +15,8 @@ from environment_harness import config
 from tandem.common.errors import DataError
 from tandem.common.messages import ResponseToScore
 from tandem.config.schema import DataConfig
-from tandem.coordinator.api.configuration import of_rows, row_keys
+from tandem.coordinator.api.configuration import CheckedRows, of_rows, row_keys, rows_of
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.api.rows import CheckedRows, rows_of
 from tandem.samples.data_sets import sources
 
 ROWS = [{"problem": f"{number} + 1", "answer": number + 1, "tags": ["sum"]} for number in range(3)]

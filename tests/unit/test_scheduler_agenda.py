@@ -9,10 +9,9 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster
 
-from tandem.coordinator.scheduler.agenda import AgendaEntry, RuleAgenda, no_agenda
+from tandem.coordinator.scheduler.agenda import AgendaEntry, RuleAgenda, RuleMode, RuleTables, no_agenda
 from tandem.coordinator.scheduler.events import Action, CommitStep
 from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.rule import RuleMode, RuleTables
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import Checked

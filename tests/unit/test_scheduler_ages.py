@@ -37,7 +37,7 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.spec import DynamicSampling, EngineBalance
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.steps import StepState
 
 LAST_STEP = 6
 

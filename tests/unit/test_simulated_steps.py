@@ -20,7 +20,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config, load_config
 from tandem.config.schema import LinkRates
 from tandem.coordinator.cli import main
-from tandem.coordinator.forecast.ages import StepRates, predict
+from tandem.coordinator.forecast.plan_ages import StepRates, predict
 from tandem.coordinator.forecast.simulation.gpus import GPU_KINDS, find_rates
 from tandem.coordinator.forecast.simulation.lengths import GroupLengths, LengthSource, fit_lengths
 from tandem.coordinator.forecast.simulation.roofline import (

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.coordinator.cli import main
-from tandem.coordinator.sweeping.combinations import MOST_RUNS, combinations, parse_sweep, representatives
+from tandem.coordinator.sweeping.checking import MOST_RUNS, combinations, parse_sweep, representatives
 from tandem.coordinator.sweeping.side_by_side import measure_memory
 from tests.harness.runs.running import write_config
 

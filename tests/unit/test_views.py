@@ -22,8 +22,8 @@ from tandem.common.wire import HubPeer
 from tandem.config import build_config
 from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
+from tandem.coordinator.observers.finished_steps import STEP_LOG, QuickSteps, StepLog
 from tandem.coordinator.observers.progress import ProgressDisplay, ahead_line
-from tandem.coordinator.observers.quick_steps import STEP_LOG, QuickSteps, StepLog
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts

@@ -13,7 +13,7 @@ import torch
 
 from tandem.config import Config
 from tandem.coordinator.cli import main
-from tandem.coordinator.forecast.beside import describe_beside_models
+from tandem.coordinator.forecast.memory import describe_beside_models
 from tandem.coordinator.forecast.sides import describe_cache, model_shape, sides
 from tandem.rollout.engines.attention import AttentionStep, SlotPrompt
 from tandem.rollout.engines.own_caches import BatchCache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-MODULE = "tandem.coordinator.preparing.recorded_rows"
+MODULE = "tandem.coordinator.preparing.shown_rows"
 """Module that answers `RowsRequest`, as ``python -m MODULE RUN``, by `tandem.observe.page.worker.answer_requests`."""
 
 

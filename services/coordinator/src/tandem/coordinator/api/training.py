@@ -21,10 +21,13 @@ from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.coordinator.api.callbacks import Callback, ProgressLine, check_callbacks
 from tandem.coordinator.api.configuration import (
+    QUESTION,
+    CheckedRows,
     ConfigurationBuilder,
     make_placeholder_rows,
     of_rewards,
     of_rows,
+    rows_of,
     settings_of,
 )
 from tandem.coordinator.api.handle import Run
@@ -32,7 +35,6 @@ from tandem.coordinator.api.process import RunProcess
 from tandem.coordinator.api.reports import Mode, RunOrder
 from tandem.coordinator.api.reward_server import ProgramRewardServer
 from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward_functions
-from tandem.coordinator.api.rows import QUESTION, CheckedRows, rows_of
 from tandem.coordinator.preparing.resuming import refuse_changes
 from tandem.observe.run_folder.checkpoints import config_of
 from tandem.observe.run_folder.journal import read_journal

@@ -139,7 +139,7 @@ def _report(config: Config, folder: Path) -> str:
     runs = write_report([folder, *beside], folder, is_brief=True)
     summary = format_report(runs[:1], folder)
     if config.replay is not None:
-        from tandem.coordinator.preparing.comparison import compare
+        from tandem.coordinator.preparing.replay import compare
 
         return f"{summary}\n{compare(config)}"
     return f"{summary}{_describe_next_steps(config, folder)}"

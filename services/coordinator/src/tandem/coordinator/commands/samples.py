@@ -93,8 +93,7 @@ def _rows(arguments: argparse.Namespace, config: Config) -> int:
     from rich.console import Console
 
     from tandem.common.errors import RunFolderError
-    from tandem.coordinator.preparing.recorded_rows import RecordedRows
-    from tandem.coordinator.preparing.shown_rows import print_lines, sequences_in_text
+    from tandem.coordinator.preparing.shown_rows import RecordedRows, print_lines, sequences_in_text
 
     run: Path = arguments.run
     options = [name for name in _OF_SAMPLES if getattr(arguments, name) != _OF_SAMPLES[name]]

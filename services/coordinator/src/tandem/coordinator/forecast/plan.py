@@ -11,10 +11,9 @@ from rich.table import Table
 
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.coordinator.forecast import plan_summary as outline
-from tandem.coordinator.forecast.beside import BesideModel, describe_beside_models
-from tandem.coordinator.forecast.differences import SHARE, DifferenceForecast
-from tandem.coordinator.forecast.memory import columns, memory_of, size_of_gpu
+from tandem.coordinator.forecast import plan_json as outline
+from tandem.coordinator.forecast.activations import bound_image_tokens
+from tandem.coordinator.forecast.memory import BesideModel, columns, describe_beside_models, memory_of, size_of_gpu
 from tandem.coordinator.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
 from tandem.coordinator.forecast.sides import (
     ForecastSide,
@@ -27,8 +26,7 @@ from tandem.coordinator.forecast.sides import (
     training,
     words,
 )
-from tandem.coordinator.forecast.towers import bound_image_tokens
-from tandem.coordinator.forecast.transfers import RefitForecast, is_on_gpus, predict
+from tandem.coordinator.forecast.transfers import SHARE, DifferenceForecast, RefitForecast, is_on_gpus, predict
 from tandem.refit.layout import Tensor
 from tandem.refit.planner import LinkSurvey
 

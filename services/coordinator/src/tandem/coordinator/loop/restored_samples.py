@@ -3,7 +3,7 @@
 The files of coming steps in the rollout log are put aside first (`tandem.samples.sample_files`), so that the log
 itself holds only what the run stands by. A group is restored if it is complete, from this run, and of a problem that it
 would draw. Engines must also have been verified to hold its weights; for samples that were trained on, they were. The
-scheduler checks whether the run's weights are still the same (`tandem.coordinator.scheduler.groups.restored`).
+scheduler checks whether the run's weights are still the same (`tandem.coordinator.scheduler.groups.table`).
 """
 
 from __future__ import annotations

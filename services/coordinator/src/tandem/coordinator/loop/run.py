@@ -39,9 +39,7 @@ from tandem.coordinator.loop.assembling import RunSnapshot, assemble, describe_p
 from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.loop.opening import CommandInvocation, OpenedResources, open_run
 from tandem.coordinator.loop.restored_samples import limits_of
-from tandem.coordinator.model_folders.checking import check_model
-from tandem.coordinator.model_folders.reward_models import check_reward_models
-from tandem.coordinator.model_folders.teachers import check_teachers
+from tandem.coordinator.model_folders import check_model, check_reward_models, check_teachers
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.preparing.prerequisite import CheckedConfig, choose_mode
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, ResumePoints, StartingPoint

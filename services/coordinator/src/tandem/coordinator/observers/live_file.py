@@ -18,7 +18,7 @@ from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.joining import JoiningStage
 from tandem.coordinator.scheduler.groups.table import GroupState
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.observe.lines import NUM_RECENT, seconds_left
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import (

@@ -36,10 +36,7 @@ from tandem.config.schema import ModelConfig, SchedulerEntry
 from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.model_folders.checking import check_model
-from tandem.coordinator.model_folders.reward_models import check_reward_models
-from tandem.coordinator.model_folders.teachers import check_teachers
-from tandem.coordinator.model_folders.value_model import check_value_model
+from tandem.coordinator.model_folders import check_model, check_reward_models, check_teachers, check_value_model
 from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
 from tandem.launch.launch import make_importable

@@ -23,7 +23,7 @@ from tandem.config.models.model_sizes import find_max_positions, find_vocabulary
 from tandem.config.problem import InvalidValue
 from tandem.config.schema.base import ConfigSection
 from tandem.config.schema.generation import VllmCfg
-from tandem.coordinator.model_folders.checking import check_weights, read_json
+from tandem.coordinator.model_folders import check_weights, read_json
 from tandem.observe.run_folder.found_models import models_in
 from tandem.samples.model_files import load_model_tokenizer
 from tandem.serving.server_process import ServingHandover

@@ -1,4 +1,4 @@
-"""The agenda: which rules are due, as tables change.
+"""The agenda: which rules are due, as tables change; and a rule, which reads some and fires.
 
 A rule declares the tables that it reads, and is asked again only when one of them has changed. It declares them in two
 parts. Those in `TableRule.opens_with` say whether it has anything to do at all. While it has not, a change of the
@@ -16,14 +16,70 @@ possible: a rule reads a table that it does not declare, or a table changes and 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
-from typing import Any, Generic
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
 
 from tandem.coordinator.scheduler.events import Action
-from tandem.coordinator.scheduler.rule import RuleMode, RuleTables, TableRule, Tables
 
 Changed = Callable[[], None]
 """The function that a table calls when it has changed."""
+
+
+class RuleTables(enum.Enum):
+    """The tables that rules read."""
+
+    PROCESSES = "processes that have joined"
+    REQUESTS = "commands without an answer"
+    GROUPS = "rollout groups, and which engine each is at"
+    READY = "steps whose groups are all ready"
+    WAITING = "groups that wait for an engine, and the room that engines have"
+    STORED = "tokens that rollouts keep"
+    ENGINES = "engines, and what they hold"
+    JOINING = "engines on their way into the table of engines"
+    LEAVING = "draining engines"
+    INVALIDATED = "engines whose samples no longer count"
+    WEIGHTS = "the version that trainers hold, and how far it is"
+    STEPS = "the step in progress, and how far the run is"
+    SAVING = "the checkpoint that is being written"
+    RECORDING = "parts of the rollout log that are not written"
+
+
+class RuleMode(enum.Enum):
+    """The rules in force."""
+
+    SETTING_UP = "setting up"
+    GOING_ON = "going on"
+    FAILING = "waiting for the last checkpoint of a run that has failed"
+    OVER = "over"
+
+
+class HasMode(Protocol):
+    """The part of the tables that the agenda reads."""
+
+    @property
+    def mode(self) -> RuleMode:
+        """The rules in force."""
+        ...
+
+
+Tables = TypeVar("Tables", bound=HasMode)
+
+
+class TableRule(msgspec.Struct, Generic[Tables], frozen=True, kw_only=True):
+    """One rule, and the tables that it reads."""
+
+    name: str
+    fire: Callable[[Tables], list[Action] | None]
+    """Returns None if the rule does not fire, else its actions. These may be none if it has changed the tables."""
+    opens_with: tuple[RuleTables, ...]
+    """The tables that `is_open` reads."""
+    is_open: Callable[[Tables], bool]
+    """Whether the rule has anything to do. It is not asked while it has not."""
+    reads: tuple[RuleTables, ...] = ()
+    """The other tables that `fire` reads before it returns None."""
 
 
 def no_agenda() -> None:

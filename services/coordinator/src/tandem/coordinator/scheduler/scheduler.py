@@ -31,7 +31,7 @@ from tandem.common.messages import (
     SamplesRecorded,
     Trained,
 )
-from tandem.coordinator.scheduler.agenda import RuleAgenda
+from tandem.coordinator.scheduler.agenda import RuleAgenda, RuleMode, RuleTables, TableRule
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -46,17 +46,16 @@ from tandem.coordinator.scheduler.events import (
     StopRequested,
     TimePassed,
 )
-from tandem.coordinator.scheduler.groups.restored import RestoredGroups
-from tandem.coordinator.scheduler.rule import RuleMode, RuleTables, TableRule
+from tandem.coordinator.scheduler.groups.table import RestoredGroups
 from tandem.coordinator.scheduler.rules import (
     ending,
     generation,
-    idleness,
     leaving,
     losing,
     publishing,
     regeneration,
     setting_up,
+    steps,
 )
 from tandem.coordinator.scheduler.rules.order import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -101,7 +100,7 @@ class Scheduler:
         if self._may_phase_differ():
             tables.watch.enter(tables.phase, event.now)
         if not tables.is_synchronous:
-            idleness.note(tables)
+            steps.note(tables)
         return actions
 
 

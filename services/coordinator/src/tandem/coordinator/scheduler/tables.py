@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import SampleScored
-from tandem.coordinator.scheduler.agenda import Changed, no_agenda
+from tandem.coordinator.scheduler.agenda import Changed, RuleMode, RuleTables, no_agenda
 from tandem.coordinator.scheduler.engines.joining import JoiningEngines
 from tandem.coordinator.scheduler.engines.processes import CountedReplacements, JoinedProcesses, ProcessFailures
 from tandem.coordinator.scheduler.engines.table import EngineStatus, EngineTable
@@ -19,17 +19,12 @@ from tandem.coordinator.scheduler.engines.transfers import TransferPlanner
 from tandem.coordinator.scheduler.events import CommandFields, FinishRun
 from tandem.coordinator.scheduler.groups.assignment import GroupAssignment, PinnedAssignment
 from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
-from tandem.coordinator.scheduler.groups.restored import RestoredGroups
-from tandem.coordinator.scheduler.groups.table import GroupTable
+from tandem.coordinator.scheduler.groups.table import GroupTable, RestoredGroups
 from tandem.coordinator.scheduler.phases import PhaseStopwatch, RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
-from tandem.coordinator.scheduler.rule import RuleMode, RuleTables
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.steps.progress import RunSteps, StepProgress, StepState
-from tandem.coordinator.scheduler.steps.recording import RolloutRecording
-from tandem.coordinator.scheduler.steps.saving import CheckpointSaving
-from tandem.coordinator.scheduler.weights.service import RefitServicePresence
-from tandem.coordinator.scheduler.weights.version import NewestVersion, VersionState
+from tandem.coordinator.scheduler.steps import CheckpointSaving, RolloutRecording, RunSteps, StepProgress, StepState
+from tandem.coordinator.scheduler.weights.version import NewestVersion, RefitServicePresence, VersionState
 
 
 class StepIdleness:

@@ -14,8 +14,7 @@ from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import Commands, add_config, count
 
 if TYPE_CHECKING:
-    from tandem.coordinator.sweeping.checking import PlannedRun
-    from tandem.coordinator.sweeping.combinations import SweepSettings
+    from tandem.coordinator.sweeping.checking import PlannedRun, SweepSettings
 
 
 def add(commands: Commands) -> None:
@@ -38,8 +37,7 @@ def add(commands: Commands) -> None:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from tandem.config import load_config, notices
-    from tandem.coordinator.sweeping.checking import check_runs, plan_runs
-    from tandem.coordinator.sweeping.combinations import combinations, parse_sweep, representatives
+    from tandem.coordinator.sweeping.checking import check_runs, combinations, parse_sweep, plan_runs, representatives
     from tandem.coordinator.sweeping.side_by_side import SideBySide
 
     say = partial(print, flush=True, file=sys.stderr if arguments.json else sys.stdout)

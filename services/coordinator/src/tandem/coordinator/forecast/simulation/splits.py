@@ -14,8 +14,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RefitError
 from tandem.config import Config
-from tandem.coordinator.forecast.beside import describe_beside_models
-from tandem.coordinator.forecast.memory import memory_of
+from tandem.coordinator.forecast.memory import describe_beside_models, memory_of
 from tandem.coordinator.forecast.sides import model_shape, sides, words
 from tandem.coordinator.forecast.simulation.roofline import ModelWork
 from tandem.coordinator.forecast.simulation.simulate import (

@@ -11,8 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 
-from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.rule import RuleTables
+from tandem.coordinator.scheduler.agenda import Changed, RuleTables
 
 
 class EngineStatus(enum.Enum):

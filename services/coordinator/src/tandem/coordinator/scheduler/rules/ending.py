@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.common.errors import ServiceError
 from tandem.coordinator.scheduler.events import Action, FinishRun, TellUser
 from tandem.coordinator.scheduler.phases import GENERATION, RunPhase
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tandem.observe.run_folder.journal import Outcome
 

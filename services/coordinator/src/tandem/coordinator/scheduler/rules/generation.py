@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -17,8 +18,28 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup, StepGroups
 from tandem.coordinator.scheduler.phases import GENERATION, RunPhase
 from tandem.coordinator.scheduler.rules import regeneration
-from tandem.coordinator.scheduler.rules.dynamic_sampling import lacks_groups
+from tandem.coordinator.scheduler.spec import DynamicSampling
 from tandem.coordinator.scheduler.tables import SchedulerTables
+
+
+def lacks_groups(tables: SchedulerTables, of_step: StepGroups, dynamic: DynamicSampling) -> bool:
+    """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` at the limit."""
+    needed = tables.spec.num_groups
+    num_found = 0
+    for group in of_step.groups:
+        num_found += tables.is_informative([group.results[sample] for sample in sorted(group.results)])
+    if num_found >= needed:
+        return False
+    if of_step.num_batches == dynamic.max_batches:
+        raise SamplingExhausted(
+            "coordinator",
+            RunPhase.GENERATING.value,
+            f"the samples of {dynamic.max_batches} x {dynamic.num_groups} prompts have given {num_found} groups whose "
+            f"rewards differ, and a step needs {needed}: the problems are too easy or too hard, or "
+            "grpo.dynamic_sampling_max_gen_batches too low",
+        )
+    return True
+
 
 # --- rules -----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus
 from tandem.coordinator.scheduler.events import Action, LetGo, TellUser
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
 from tandem.coordinator.scheduler.rules import recovery, regeneration
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
 _STAYS = "was told to leave, and stays for what is left of the last step: there is no other"

@@ -36,7 +36,7 @@ from tandem.coordinator.scheduler.events import Action, ProcessJoined, TellUser
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import leaving, recovery, regeneration
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
 _MOST_UNUSABLE = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.common.errors import ServiceError
 from tandem.coordinator.scheduler.events import Action, TellUser
 from tandem.coordinator.scheduler.rules import losing, regeneration
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
 _MAX_FETCHES = 3

@@ -6,7 +6,7 @@ from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpene
 from tandem.coordinator.scheduler.events import Action, DispatchCommand, FindRestored
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import leaving
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
 

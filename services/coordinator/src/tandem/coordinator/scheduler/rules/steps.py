@@ -1,12 +1,54 @@
-"""The rules of a step: train, offer the new weights, validate, commit, and begin the next one."""
+"""The rules of a step: train, offer the weights, validate, commit, save, and begin the next one."""
 
 from __future__ import annotations
 
 from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch, StepValidated
 from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.rules import dynamic_sampling, generation, idleness, missing_samples
-from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.coordinator.scheduler.rules import generation, missing_samples
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
+
+
+def save(tables: SchedulerTables) -> list[Action] | None:
+    """Copy what is to be saved on the trainers; then write it while the run goes on."""
+    if tables.saving.copied is not None:
+        if tables.requests.num_for(RunPhase.SAVING):
+            return None
+        return tables.saving.write(tables.processes.of_kind["trainer"])
+    if not tables.may_commit or tables.engines_use_devices:
+        return None
+    tables.steps.saved = tables.step
+    return tables.saving.copy(tables.step, tables.processes.of_kind["trainer"])
+
+
+def publish_checkpoint(tables: SchedulerTables) -> list[Action] | None:
+    """Publish the written checkpoint, once the rollout log has all of its steps."""
+    step = tables.saving.publishable_step
+    assert step is not None, "the rule is open"
+    if tables.error is None and tables.recording.is_pending(step):
+        return None
+    return tables.saving.publish()
+
+
+def note(tables: SchedulerTables) -> None:
+    """Note which processes are idle after an event."""
+    num_engines, has_started = len(tables.engines), tables.steps.has_started
+    busy = tables.requests.num_for(RunPhase.TRAINING, RunPhase.SAVING, RunPhase.COPYING)
+    tables.idleness.note(
+        tables.requests.now,
+        share_of_engines=has_started * (1 - tables.groups.num_generating / max(num_engines, 1)),
+        are_trainers_idle=has_started and not busy,
+    )
+
+
+def metrics(tables: SchedulerTables) -> dict[str, float]:
+    """Return the idle seconds of the step, and the groups that were ready ahead or too old."""
+    num_too_old, tables.num_too_old = tables.num_too_old, 0
+    return {
+        **tables.idleness.read(tables.requests.now),
+        "buffer_size": float(tables.num_in_store),
+        "groups_too_old": float(num_too_old),
+    }
 
 
 def train(tables: SchedulerTables) -> list[Action] | None:
@@ -17,7 +59,7 @@ def train(tables: SchedulerTables) -> list[Action] | None:
         if of_step is None or not generation.is_complete(tables, of_step) or not tables.weights.may_step:
             return None
         dynamic = tables.spec.dynamic_sampling
-        if dynamic is not None and dynamic_sampling.lacks_groups(tables, of_step, dynamic):
+        if dynamic is not None and generation.lacks_groups(tables, of_step, dynamic):
             return None
         if tables.engines_use_devices:
             return None
@@ -91,7 +133,7 @@ def commit(tables: SchedulerTables) -> list[Action] | None:
         version=step,
         seconds=tables.watch.read(tables.requests.now),
         validated=() if validated is None else tuple(record.scored for record in validated.records()),
-        metrics={} if tables.is_synchronous else idleness.metrics(tables),
+        metrics={} if tables.is_synchronous else metrics(tables),
     )
     tables.groups.remove(step, "train")
     tables.groups.remove(step, "validate")

@@ -1,4 +1,4 @@
-"""The newest version of the weights: its way from the trainers to each engine, and its verification.
+"""The newest version of the weights: its way to each engine, verified; and a lost refit service.
 
 A version reaches every engine in one transaction, with one deadline::
 
@@ -11,21 +11,70 @@ engine reads it and all that was read is verified. A version that no engine had 
 
 `NewestVersion` knows how far it is. The rule that brings it to engines is in `rules.publishing`. Engines that are lost
 or invalidated meanwhile are handled in `rules.recovery`.
+
+A lost refit service::
+
+    lost ─▶ replaced ─▶ it is told the layouts that processes still have ─▶ the version is verified once more
+
+Weights go on moving, by the installed programs. Only the comparison of digests waits, and begins anew.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
+from tandem.common.errors import DeadlineExceeded
 from tandem.common.messages import CopyWeights
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus, EngineTable
-from tandem.coordinator.scheduler.engines.transfers import TransferGroups, TransferPlanner
-from tandem.coordinator.scheduler.events import Action, DispatchCommand, TellUser
+from tandem.coordinator.scheduler.engines.transfers import SERVICE, TransferGroups, TransferPlanner
+from tandem.coordinator.scheduler.events import Action, DispatchCommand, ReplaceEngine, TellUser
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.weights.verification import RefitProgress, VersionVerification
+
+
+class RefitServicePresence(Tracked):
+    """Whether the refit service is there, and the progress of its replacement."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        requests: PendingRequests,
+        transfers: TransferPlanner,
+        verification: VersionVerification,
+        changed: Changed,
+    ) -> None:
+        super().__init__(changed)
+        self._join_s = spec.deadlines.join
+        self._requests = requests
+        self._transfers = transfers
+        self._verification = verification
+        self.is_absent = False
+        """Whether a replacement is awaited."""
+        self._replace_by = 0.0
+
+    def replace(self, reason: str) -> list[Action]:
+        """Ask for a replacement."""
+        self._requests.drop(SERVICE)
+        self._verification.forget_comparison()
+        self.is_absent = True
+        self._replace_by = self._requests.now + self._join_s
+        return [ReplaceEngine(process=SERVICE, reason=reason)]
+
+    def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
+        """Tell the replacement which layouts the processes hold and want."""
+        self.is_absent = False
+        return [self._transfers.request_plan(trainers, engines)]
+
+    def overdue(self) -> DeadlineExceeded | None:
+        """Return the error for an overdue replacement."""
+        if not self.is_absent or self._requests.now <= self._replace_by:
+            return None
+        message = f"no process has taken its place within {self._join_s:g} s"
+        return DeadlineExceeded(SERVICE, EngineStatus.ABSENT.value, message)
 
 
 class VersionState(enum.Enum):

@@ -1,4 +1,4 @@
-"""The evaluation of models: each by a run without steps, with the real trainers and engines.
+"""``coordinator eval``: runs without steps that validate the models it names, with real processes.
 
 A run begins with the model's weights, brings them to the engines as any run does, generates its validation samples, and
 ends. One fork server forks the processes of all runs, one run after another.
@@ -7,18 +7,23 @@ ends. One fork server forks the processes of all runs, one run after another.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import glob
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.common.errors import ConfigError, DataError, RunFolderError
+import msgspec
+
+from tandem.common.errors import CheckpointError, ConfigError, DataError, ModelError, RunFolderError, nearest
 from tandem.common.values import question_text, text_of
 from tandem.config import Config, change_config
+from tandem.config.models import hub
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.evaluation.models import EvaluatedModel
 from tandem.coordinator.loop.opening import CommandInvocation
 from tandem.coordinator.loop.run import run
-from tandem.coordinator.model_folders.checking import model_vocabulary
+from tandem.coordinator.model_folders import model_vocabulary, read_json, refuse_unknown_type
 from tandem.coordinator.preparing.preflight import preflight
 from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.scheduler.events import FinishRun
@@ -33,12 +38,78 @@ from tandem.observe.evaluation import (
     write_results,
     write_table,
 )
+from tandem.observe.run_folder.found_models import Which, models_in
 from tandem.observe.run_folder.journal_file import hold_folder, list_runs_in
 from tandem.samples.model_files import load_tokenizer
 
 RUNS = "runs"
 """Folder of the runs within the results: their journals, and the logs of their processes."""
 Say = Callable[[str], None]
+_CONFIG = "config.json"
+
+
+class EvaluatedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to evaluate."""
+
+    label: str
+    """Name as the user gave it."""
+    name: str
+    """Name of its files among the results."""
+    folder: Path
+
+
+def find_models(words: Sequence[str], which: Which) -> list[EvaluatedModel]:
+    """Return the models that words of the command line name, each once. Raise `ModelError` if one is not found."""
+    models: dict[Path, EvaluatedModel] = {}
+    for label, folder in _locate_models(words, which):
+        _check_kind(folder)
+        if folder.resolve() not in models:
+            name = _file_name(label, {model.name for model in models.values()})
+            models[folder.resolve()] = EvaluatedModel(label=str(label), name=name, folder=folder)
+    return [*models.values()]
+
+
+def _expand(word: str) -> list[Path]:
+    """Return the paths that a word stands for; a pattern may match several."""
+    path = Path(word)
+    if path.exists():
+        return [path]
+    if glob.has_magic(word) and (paths := sorted(glob.glob(word), key=_split_numbers)):
+        return [Path(each) for each in paths]
+    if hub.parse_reference(word) is not None:
+        return [path]  # a name on the Hub
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise ModelError(f"--model {word}: there is no such folder{nearest(path.name, beside)}")
+
+
+def _locate_models(words: Sequence[str], which: Which) -> Iterator[tuple[Path, Path]]:
+    """Yield the named models: each with its label and the folder of its files."""
+    for path in itertools.chain.from_iterable(map(_expand, words)):
+        try:
+            yield from ((model.label, model.folder) for model in models_in(path, which))
+        except (ModelError, RunFolderError, CheckpointError) as error:
+            raise ModelError(f"--model {error}") from error
+
+
+def _check_kind(folder: Path) -> None:
+    """Raise `ModelError` for a model of a type that Transformers does not know."""
+    try:
+        refuse_unknown_type(folder, read_json(folder / _CONFIG))
+    except ModelError as error:
+        raise ModelError(f"--model {error}") from error
+
+
+def _file_name(label: Path, used_names: set[str]) -> str:
+    """Return a name for files that no other model has."""
+    name = re.sub(r"[^\w.-]+", "-", str(label)).strip("-.") or "model"
+    return next(
+        each for each in (name, *(f"{name}.{i}" for i in range(2, len(used_names) + 3))) if each not in used_names
+    )
+
+
+def _split_numbers(path: str) -> list[int | str]:
+    """Return a sort key that puts ``step_9`` before ``step_10``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
 
 
 def check_settings(config: Config, source: str) -> None:

@@ -1,21 +1,104 @@
-"""Logging of rollouts: the samples of finished steps on their way to the rollout log, by rollout.
+"""Steps: the step in progress, the checkpoint, and the rollout log.
 
-A part is best written by the rollout that made its samples. These are on disk since they finished, so that another
-rollout can write the part if that one is lost. Only two things wait for the log: a checkpoint is not published before
-the log has its steps, and the run does not end before the log is whole. A part that cannot be written, or takes too
-long, is given up with a notice, and the run goes on.
+The rollout log: a part is best written by the rollout that made its samples. These are on disk since they finished, so
+that another rollout can write the part if that one is lost. Only two things wait for the log: a checkpoint is not
+published before the log has its steps, and the run does not end before the log is whole. A part that cannot be written,
+or takes too long, is given up with a notice, and the run goes on.
+
+A save has two parts. Trainers copy what a checkpoint is made of, and the run waits for that. Then each writes its copy
+to disk, and the run goes on. A copy takes memory, so there is only one at a time. A step that is to be saved waits
+while the checkpoint before is being written: the next step changes the weights, so it cannot be copied later.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
+
 import msgspec
 
-from tandem.common.messages import Purpose, SamplesRecorded
-from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.events import Action, DispatchRecord, StepRecorded, TellUser
+from tandem.common.messages import AwaitCheckpoint, Purpose, SamplesRecorded, SaveCheckpoint
+from tandem.coordinator.scheduler.agenda import Changed, Tracked
+from tandem.coordinator.scheduler.events import (
+    Action,
+    CommandFields,
+    DispatchCommand,
+    DispatchRecord,
+    PublishCheckpoint,
+    StepRecorded,
+    TellUser,
+)
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
+
+
+class CheckpointSaving(Tracked):
+    """At most one checkpoint on its way to the disk."""
+
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
+        super().__init__(changed)
+        self._spec = spec
+        self._requests = requests
+        self.copied: int | None = None
+        """The step that trainers copy, or have copied and do not write yet."""
+        self._written: int | None = None
+        """The step of the copies that they write."""
+        self._awaited: set[str] = set()
+        """Trainers that have not written all of their part."""
+
+    @property
+    def is_out(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._written is not None
+
+    def copy(self, step: int, trainers: Sequence[str]) -> list[Action]:
+        """Copy on the trainers what they hold, which is the state after `step`. No checkpoint is being written."""
+        self.copied = step
+        folder = self._spec.checkpoint_folder.format(step=step)
+        return [
+            DispatchCommand(
+                process=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, RunPhase.SAVING))
+            )
+            for rank in trainers
+        ]
+
+    def write(self, trainers: Sequence[str]) -> list[Action]:
+        """Ask trainers to report when their copies are on disk."""
+        assert self.copied is not None, "copies come first"
+        step, self.copied = self.copied, None
+        self._written, self._awaited = step, set(trainers)
+        return [
+            DispatchCommand(process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, RunPhase.WRITING)))
+            for rank in trainers
+        ]
+
+    def take_written(self, process: str) -> None:
+        """Note that a trainer's part is on disk. With the last part, the checkpoint is whole."""
+        self._awaited = self._awaited - {process}
+
+    @property
+    def publishable_step(self) -> int | None:
+        """The step of a whole checkpoint that can be published; None if there is none."""
+        return None if self._awaited else self._written
+
+    def publish(self) -> list[Action]:
+        """Give the whole checkpoint its final name."""
+        assert self._written is not None, "asked when it is whole"
+        publish = PublishCheckpoint(step=self._written)
+        self._written = None
+        return [publish]
+
+    def is_awaited_from(self, process: str) -> bool:
+        """Whether the checkpoint cannot become whole without this process."""
+        return self.is_out and process in self._awaited
+
+    def give_up(self) -> None:
+        """Give up the checkpoint, as a part is not going to be written."""
+        self._written = None
+
+    def _fields(self, rank: str, phase: RunPhase) -> CommandFields:
+        return self._requests.open(rank, phase, self._spec.deadlines.save)
 
 
 class RolloutPart(msgspec.Struct, frozen=True):
@@ -137,3 +220,56 @@ class RolloutRecording:
         self._said.add(gap)
         kind = "samples" if part.purpose == "train" else "validation samples"
         return [TellUser(text=f"{kind} of step {part.step} are missing in the record: {gap}")]
+
+
+class StepState(enum.IntEnum):
+    """How far the step in progress is. Each state comes after those before it."""
+
+    GENERATING = 0
+    """Its groups are generated, or its batch waits."""
+    TRAINING = 1
+    TRAINED = 2
+    """The optimizer has stepped. The weights that a run starts with count as a trained step."""
+    VALIDATING = 3
+    VALIDATED = 4
+    """Validation is done, or given up, or was not due."""
+    COMMITTED = 5
+    """The step is in the journal."""
+
+
+class StepProgress(Tracked):
+    """The state of the step in progress, except for its groups."""
+
+    def __init__(self, number: int, changed: Changed, state: StepState = StepState.GENERATING) -> None:
+        super().__init__(changed)
+        self.number = number
+        self.state = state
+        self.missing: dict[str, str] = {}
+        """Engines that trainers could not fetch samples from, with the reason, until all ranks have said so."""
+        self.num_fetches = 0
+        """The times that trainers were asked to fetch the step's samples."""
+        self.has_update = False
+        """Whether the step must have changed the weights."""
+
+
+class RunSteps(Tracked):
+    """The step in progress, and how far the run is."""
+
+    def __init__(self, first_step: int, changed: Changed) -> None:
+        super().__init__(changed)
+        self.progress = StepProgress(first_step - 1, changed, StepState.TRAINED)
+        self.has_started = False
+        """Whether the weights to start from have reached the engines."""
+        self.drawn = first_step - 1
+        """The newest step with groups drawn."""
+        self.saved = first_step - 1
+        """The newest step that trainers have copied, or that the run began with."""
+        self.is_interrupted = False
+
+    def begin(self, number: int) -> None:
+        """Begin a step."""
+        self.progress = StepProgress(number, self._changed)
+
+    def go_back(self) -> None:
+        """Go back to the end of the step before, which was done."""
+        self.progress = StepProgress(self.progress.number - 1, self._changed, StepState.COMMITTED)

@@ -1,1 +1,0 @@
-"""``coordinator eval``: runs without steps that validate models, and the table of their scores."""

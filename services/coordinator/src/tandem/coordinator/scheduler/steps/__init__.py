@@ -1,1 +1,0 @@
-"""Steps: the step in progress, the checkpoint, and the rollout log."""
