@@ -16,7 +16,7 @@ from tandem.common.messages import Problem
 from tandem.config import Config, build_config
 from tandem.coordinator.data import worked
 from tandem.rollout.environments import Score, Turn, make_environment
-from tandem.rollout.environments.calculator import calculate
+from tandem.rollout.environments.several_turns import calculate
 from tandem.samples.data_sets import load_problems
 from tandem.samples.data_sets.sliding_puzzle import MOVES, make_shuffled, make_solved, render, slide
 

@@ -17,11 +17,11 @@ from tandem.config.checks import find_broken_rules
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.loop.spec import run_spec
 from tandem.rollout.environments.answers import ExactMatch
-from tandem.rollout.environments.calculator import Calculator
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.math import MathVerify
 from tandem.rollout.environments.outcomes import checked, step_of
 from tandem.rollout.environments.reasoning_gym import ReasoningGym
+from tandem.rollout.environments.several_turns import Calculator
 from tandem.samples.model_files import load_tokenizer
 
 

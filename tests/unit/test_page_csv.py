@@ -16,7 +16,7 @@ import pytest
 from page_harness import client, make_run
 from starlette.testclient import TestClient
 
-from tandem.observe.page.table import CurveColumn, csv_parts
+from tandem.observe.page.series import CurveColumn, csv_parts
 from tandem.observe.run_folder.curves import CURVES_NAME, CurvesFile
 from tandem.observe.run_folder.journal import StepRecord
 

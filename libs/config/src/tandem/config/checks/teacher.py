@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import nearest
-from tandem.config.checks import batches, dtensor, megatron, model, parallelism
+from tandem.config.checks import megatron, model, sizes
 from tandem.config.checks.rule import Rule
 from tandem.config.models.model_sizes import find_vocabulary, read_model_config
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
@@ -78,7 +78,7 @@ def check_section(config: Config, section: str, replaced: Mapping[str, Any]) -> 
         cluster = msgspec.structs.replace(config.cluster, trainers=num_processes)
         as_policy = msgspec.structs.replace(as_policy, cluster=cluster)
     problems = ProblemCollector()
-    for rules in ((*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES), batches.RULES):
+    for rules in ((*model.RULES, *megatron.RULES, *sizes.RULES, *sizes.DTENSOR_RULES), sizes.BATCH_RULES):
         for rule in () if problems.found else rules:  # a batch is divided by whole replicas
             with problems.collected():
                 rule(as_policy)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.observe.diagnosis import agreement, data, optimisation, processes, rewards, weights
+from tandem.observe.diagnosis import agreement, data, optimisation, processes, rewards
 from tandem.observe.diagnosis.evidence import CERTAINTIES, DiagnosisFinding, RunEvidence, gather
 
 
@@ -25,8 +25,8 @@ class CauseCheck(NamedTuple):
 
 
 CHECKS = (
-    CauseCheck("damaged weights", weights.find_damaged_weights),
-    CauseCheck("damaged checkpoints", weights.find_damaged_checkpoint),
+    CauseCheck("damaged weights", agreement.find_damaged_weights),
+    CauseCheck("damaged checkpoints", agreement.find_damaged_checkpoint),
     CauseCheck("an environment that fails", rewards.find_failing_environment),
     CauseCheck("a learning rate of 0", optimisation.find_zero_learning_rate),
     CauseCheck("a learning rate that is too small", optimisation.find_small_rate),
@@ -39,7 +39,7 @@ CHECKS = (
     CauseCheck("a reference that is another model", agreement.find_wrong_reference),
     CauseCheck("engines and trainers that disagree", agreement.find_disagreement),
     CauseCheck("stale samples", agreement.find_stale_samples),
-    CauseCheck("weights that do not change", weights.find_unchanged_weights),
+    CauseCheck("weights that do not change", agreement.find_unchanged_weights),
     CauseCheck("a tokenizer that is not the model's", data.find_another_tokenizer),
     CauseCheck("prompts that tell the answer", data.find_leaked_answer),
     CauseCheck("stop strings that come too early", data.find_early_stop),
@@ -64,8 +64,8 @@ CHECKS = (
     CauseCheck("groups thrown away for their age", agreement.find_groups_thrown_away),
     CauseCheck("engines or trainers that wait", processes.find_waiting),
     CauseCheck("a standstill", processes.find_standstill),
-    CauseCheck("a run that was killed", weights.find_killed),
-    CauseCheck("other errors", weights.find_run_failed),
+    CauseCheck("a run that was killed", agreement.find_killed),
+    CauseCheck("other errors", agreement.find_run_failed),
 )
 """Checks: causes before consequences, and before mere losses of time."""
 
@@ -113,7 +113,7 @@ def _sort_findings(findings: Sequence[DiagnosisFinding]) -> list[DiagnosisFindin
 def _course(evidence: RunEvidence) -> str:
     """Describe how far a run came and how it ended."""
     last = evidence.steps[-1].step if evidence.steps else 0
-    planned = weights.planned_steps(evidence)
+    planned = agreement.planned_steps(evidence)
     steps = f"{last} of {planned} steps" if planned else f"{last} steps"
     if evidence.ending is not None:
         outcome = evidence.ending.outcome

@@ -1,4 +1,4 @@
-"""Curves: a run's metrics and seconds by step, read incrementally, and their buckets.
+"""Curves: a run's metrics and seconds by step, read incrementally, their buckets, and all as CSV.
 
 They come from ``curves.f64`` (`tandem.observe.run_folder.curves`), and otherwise from the journal, as for runs of
 older releases. Metrics are cached as arrays, up to `_MAX_BYTES`. Those least recently requested are dropped first, and
@@ -12,10 +12,12 @@ journal's if the first and the last do.
 
 from __future__ import annotations
 
+import csv
+import io
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -399,3 +401,53 @@ def group_of(name: str) -> str:
         if any(name.startswith(word) or (word.startswith("_") and name.endswith(word)) for word in words):
             return group
     return next((group for group, words in _GROUPS[3:] if any(word in name for word in words)), "other")
+
+
+_AXES: dict[Along, str] = {"steps": "step", "tokens": "tokens", "time": "seconds"}
+_ROWS = 5000
+"""Rows written at once."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""Beginnings of texts that spreadsheets would compute."""
+
+
+class CurveColumn(NamedTuple):
+    """A curve as a column of the file."""
+
+    label: str
+    places: Numbers
+    """Places along the axis, ascending."""
+    values: Numbers
+
+
+def csv_parts(along: Along, columns: Sequence[CurveColumn]) -> Iterator[str]:
+    """Yield the file: a line of names, then a row for each place at which any curve has a value."""
+    yield _lines([[_AXES[along], *(_safe(column.label) for column in columns)]])
+    places = np.unique(np.concatenate([column.places for column in columns])) if columns else np.zeros(0)
+    for part in np.array_split(places, max(1, -(-len(places) // _ROWS))):
+        if len(part):
+            yield _lines(zip(map(_number, part.tolist()), *(_cells(column, part) for column in columns), strict=True))
+
+
+def _cells(column: CurveColumn, places: Numbers) -> list[str]:
+    """Return a column's values at these places; empty where it has none, and for NaN."""
+    first, last = np.searchsorted(column.places, [places[0], places[-1]], "left")
+    column_places, values = column.places[first : last + 1], column.values[first : last + 1]
+    cells = [""] * len(places)
+    for place, value in zip(np.searchsorted(places, column_places).tolist(), values.tolist(), strict=True):
+        cells[place] = "" if value != value else _number(value)
+    return cells
+
+
+def _number(value: float) -> str:
+    """Return a number with all of its digits."""
+    return repr(value).removesuffix(".0")
+
+
+def _safe(text: str) -> str:
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def _lines(rows: Iterator[tuple[str, ...]] | list[list[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()

@@ -30,9 +30,8 @@ from tandem.observe.page.address import END
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.samples import PageRows
 from tandem.observe.page.security import PageGuard, error
-from tandem.observe.page.series import Along, RunCurves
+from tandem.observe.page.series import Along, CurveColumn, RunCurves, csv_parts
 from tandem.observe.page.stream import RunsWatch
-from tandem.observe.page.table import CurveColumn, csv_parts
 from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.shown_rows import RowsRequest
 from tandem.observe.timeline import flame, timeline

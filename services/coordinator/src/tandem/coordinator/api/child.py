@@ -33,7 +33,7 @@ def _run(order_fd: int, reports_fd: int) -> int:
     from tandem.common import gc_tuning
     from tandem.common.errors import FAILED, INTERRUPTED, OK, TandemError
     from tandem.config import config_from_json
-    from tandem.coordinator.api.reports import Report, RunChecked, RunEnded, RunOrder, failure
+    from tandem.coordinator.api.process import Report, RunChecked, RunEnded, RunOrder, failure
     from tandem.coordinator.commands.running import run_to_outcome
 
     gc_tuning.retire_at_exit()

@@ -31,8 +31,7 @@ from tandem.coordinator.api.configuration import (
     settings_of,
 )
 from tandem.coordinator.api.handle import Run
-from tandem.coordinator.api.process import RunProcess
-from tandem.coordinator.api.reports import Mode, RunOrder
+from tandem.coordinator.api.process import Mode, RunOrder, RunProcess
 from tandem.coordinator.api.reward_server import ProgramRewardServer
 from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward_functions
 from tandem.coordinator.preparing.resuming import refuse_changes

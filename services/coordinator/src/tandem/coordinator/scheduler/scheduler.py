@@ -8,7 +8,7 @@ file and knows no arrays. So a whole run, with every failure in it, is tested as
     event ─▶ applied: `losing`, `generation`, `publishing`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
                                └──────────── `tables` ───────────────┘
 
-An error on the way ends the run (`ending.fail`).
+An error on the way ends the run (`start_and_end.fail`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.groups.table import RestoredGroups
 from tandem.coordinator.scheduler.rules import (
-    ending,
     generation,
     leaving,
     losing,
     publishing,
     regeneration,
-    setting_up,
+    start_and_end,
     steps,
 )
 from tandem.coordinator.scheduler.rules.order import RULES
@@ -95,7 +94,7 @@ class Scheduler:
             actions = _apply(tables, event)
             actions += self.agenda.run(tables)
         except ServiceError as error:
-            actions = ending.fail(tables, error)
+            actions = start_and_end.fail(tables, error)
             tables.watch.enter(tables.phase, event.now)
         if self._may_phase_differ():
             tables.watch.enter(tables.phase, event.now)
@@ -132,7 +131,7 @@ def _apply(tables: SchedulerTables, event: Event) -> list[Action]:
         case TimePassed():
             return [*losing.check(tables), *regeneration.move_from_slow_engines(tables)]
         case StopRequested():
-            return ending.interrupt(tables)
+            return start_and_end.interrupt(tables)
         case unhandled:
             assert_never(unhandled)
 
@@ -157,7 +156,7 @@ def _apply_reply(tables: SchedulerTables, process: str, reply: Reply) -> list[Ac
             return tables.recording.take_recorded(reply)
         case RendezvousOpened():
             publishing.take_reply(tables, process, reply)
-            return setting_up.build_trainers(tables, reply)
+            return start_and_end.build_trainers(tables, reply)
         case _:
             if isinstance(reply, EngineBuilt):
                 tables.recording.take_built(process)

@@ -11,8 +11,7 @@ from tandem.refit.columns import ColumnTable, Ints
 from tandem.refit.layout import Layout
 from tandem.refit.planning.choose import SegmentColumns
 from tandem.refit.planning.destination_shards import DestinationShards
-from tandem.refit.planning.routes import PRIVATE, TransportChoices, number_routes
-from tandem.refit.planning.sharing import SharingPattern
+from tandem.refit.planning.sharing import PRIVATE, SharingPattern, TransportChoices, number_routes
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
 from tandem.refit.transfer import link_name

@@ -4,10 +4,13 @@ Nodes that run engines of the same classes share one pattern, computed once. Wit
 of overlaps of destination and source shards that the same engines need and the same replica set holds. Its bytes, one
 overlap after another in the order of writing, can be cut anywhere and assigned to replicas. Positions count the bytes
 along all byte ranges of a pattern.
+
+Transports are asked about kinds of places (`Route`), which are few, and the answers are cached.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -15,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints
-from tandem.refit.layout import Layout
+from tandem.refit.layout import KINDS_OF_MEMORY, Layout, PrivateMemory
 from tandem.refit.planning.destination_shards import DestinationShards
-from tandem.refit.planning.routes import TransportChoices, number_routes
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import group_rows
 from tandem.refit.transports import registry
+from tandem.refit.transports.transport import Route
 
 FEWEST_CUTS = 16
 """An overlap is cut along its first dimension with at least this many elements, so that cuts leave long ranges."""
@@ -28,6 +31,46 @@ FEWEST_CUTS = 16
 
 Narrow = NDArray[np.int32]
 """A column with many millions of rows and no large numbers."""
+_ROUTES = tuple(Route(*facts) for facts in itertools.product((False, True), repeat=4))
+"""Every route by its number; the facts, in order, are the number's binary digits."""
+
+PRIVATE = KINDS_OF_MEMORY.index(PrivateMemory)
+"""Code of memory that only its own process can access."""
+
+
+def number_routes(same_host: object, same_device: object, from_gpu: object, to_gpu: object) -> Ints:
+    """Return the number of each route; arguments are the facts of `Route`, as columns or single values."""
+    number: Ints = np.zeros(1, np.int64)
+    for fact in (same_host, same_device, from_gpu, to_gpu):
+        number = number * 2 + np.asarray(fact, np.int64)
+    return number
+
+
+class TransportChoices:
+    """The preferred transports, found as they are needed."""
+
+    def __init__(self, *, sent_only: bool = False) -> None:
+        """Choose from all transports, or only from those that send."""
+        self._sent_only = sent_only
+        shape = len(KINDS_OF_MEMORY), len(_ROUTES)
+        self._transport_KR = np.full(shape, -1)
+        self._preference_KR = np.zeros(shape, np.int64)
+
+    def look_up(self, kind_N: Ints, route_N: Ints) -> tuple[Ints, Ints]:
+        """Return the number of the transport for each kind of memory and route, and its preference.
+
+        Raises:
+            RefitError: no transport reaches the destination.
+
+        """
+        transport_N = self._transport_KR[kind_N, route_N]
+        is_new_N = transport_N < 0
+        if is_new_N.any():
+            for kind, route in set(zip(kind_N[is_new_N].tolist(), route_N[is_new_N].tolist(), strict=True)):
+                choice = registry.choose(KINDS_OF_MEMORY[kind], _ROUTES[route], sent_only=self._sent_only)
+                self._transport_KR[kind, route], self._preference_KR[kind, route] = choice
+            transport_N = self._transport_KR[kind_N, route_N]
+        return transport_N, self._preference_KR[kind_N, route_N]
 
 
 class ReplicaSet(msgspec.Struct, frozen=True, eq=False):

@@ -169,15 +169,15 @@ def _built_in_factory(
 
             return partial(ReasoningGym, str(config.data.task), config.data.task_params)
         case "math" if settings.verifier_type == "english_multichoice":
-            from tandem.rollout.environments.answer_line import ChoiceLine
+            from tandem.rollout.environments.answers import ChoiceLine
 
             return ChoiceLine
         case "math" if settings.verifier_type == "multilingual_multichoice":
-            from tandem.rollout.environments.answer_line import ChoiceLineOfAnyLanguage
+            from tandem.rollout.environments.answers import ChoiceLineOfAnyLanguage
 
             return ChoiceLineOfAnyLanguage
         case "math" if settings.math_verify_impl == "dapo_math_verify":
-            from tandem.rollout.environments.answer_line import AnswerLine
+            from tandem.rollout.environments.answers import AnswerLine
 
             return AnswerLine
         case "math":
@@ -197,11 +197,11 @@ def _built_in_factory(
 
             return ExactMatch
         case "calculator":
-            from tandem.rollout.environments.calculator import Calculator
+            from tandem.rollout.environments.several_turns import Calculator
 
             return Calculator
         case "sliding_puzzle_game":
-            from tandem.rollout.environments.sliding_puzzle import SlidingPuzzle
+            from tandem.rollout.environments.several_turns import SlidingPuzzle
 
             return SlidingPuzzle
         case _ if name in IMAGE_ENVIRONMENTS:

@@ -33,13 +33,12 @@ from __future__ import annotations
 
 from tandem.coordinator.scheduler.agenda import RuleMode, RuleTables, TableRule
 from tandem.coordinator.scheduler.engines.table import EngineStatus
-from tandem.coordinator.scheduler.rules.ending import finish
 from tandem.coordinator.scheduler.rules.generation import assign, draw
 from tandem.coordinator.scheduler.rules.leaving import let_go, welcome
 from tandem.coordinator.scheduler.rules.publishing import publish
 from tandem.coordinator.scheduler.rules.recovery import build
 from tandem.coordinator.scheduler.rules.regeneration import discard
-from tandem.coordinator.scheduler.rules.setting_up import set_up, start
+from tandem.coordinator.scheduler.rules.start_and_end import finish, set_up, start
 from tandem.coordinator.scheduler.rules.steps import advance, commit, offer, publish_checkpoint, save, train, validate
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables

@@ -1,11 +1,15 @@
 """vLLM's worker with a `WorkerPart` of the weight plane, in the rollout process or in one of vLLM's.
 
 Only vLLM imports this, by the name in `insides.WORKER`.
+
+Repairs of vLLM on a CPU each replace a function by one that differs only where that one is wrong: experts of other
+workers, biases of routers, rotations of heads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import multiprocessing
 import os
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
@@ -22,13 +27,89 @@ from tandem.common.errors import ModelError, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.config.models.families import VLLM, VLLM_SEEING
 from tandem.rollout.engines.vllm import float8
-from tandem.rollout.engines.vllm.cpu_repairs import map_experts, repair_models
 from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
 from tandem.rollout.engines.vllm.learned import LearnedParameters, learn_layout
 from tandem.rollout.engines.vllm.packed import keep_parameters
 from tandem.rollout.engines.vllm.part import WorkerPart
 from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
+
+
+@functools.cache
+def repair_models() -> None:
+    """Have routers and rotary embeddings compute what they compute on a GPU."""
+    _add_router_bias()
+    _rotate_heads()
+
+
+def _add_router_bias() -> None:
+    """Have routers with a softmax choose by the scores and the bias that the model adds to them (ERNIE 4.5).
+
+    vLLM's router for CPUs drops the bias where experts are in no groups.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    compute = CPURouter._compute_routing
+
+    def compute_with_bias(router: Any, hidden: torch.Tensor, logits_TE: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        bias_E = router.e_score_correction_bias
+        is_dropped = router.scoring_func == "softmax" and not router.use_grouped_topk
+        if bias_E is None or not is_dropped or router.custom_routing_function is not None:
+            return compute(router, hidden, logits_TE, *args, **kwargs)
+        scores_TE = logits_TE.float().softmax(dim=-1)
+        ids_TK = (scores_TE + bias_E).topk(router.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if router.renormalize:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return weights_TK * router.routed_scaling_factor, ids_TK.to(torch.int32)
+
+    CPURouter._compute_routing = compute_with_bias
+
+
+def _rotate_heads() -> None:
+    """Have rotary embeddings rotate queries of shape [tokens, heads, elements] (latent attention of DeepSeek).
+
+    vLLM's kernel for CPUs takes the distance between heads for that between tokens.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    forward = RotaryEmbedding.forward_cpu
+
+    def forward_heads(
+        layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rotate = forward if query.dim() == 2 else type(layer).forward_native
+        rotated: tuple[torch.Tensor, torch.Tensor | None] = rotate(layer, positions, query, key)
+        return rotated
+
+    RotaryEmbedding.forward_cpu = forward_heads
+
+
+@functools.cache
+def map_experts() -> None:
+    """Have a worker's experts skip tokens of other workers' experts.
+
+    vLLM's kernel for CPUs takes a token's global expert numbers for its own, and reads beyond its weights.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+
+    def apply_own(
+        experts: Any,
+        *,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> None:
+        if expert_map is not None:
+            local_ids = expert_map[topk_ids.long()]  # -1: an expert of another worker
+            topk_weights = topk_weights.masked_fill(local_ids < 0, 0.0)
+            topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)
+        apply(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **kwargs)
+
+    CPUUnquantizedExperts.apply = apply_own
 
 
 class WorkerReply(msgspec.Struct, frozen=True):
