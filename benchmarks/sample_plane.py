@@ -50,7 +50,7 @@ from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.loop.batches import StepBatches
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.sample_limits import SampleLimits
+from tandem.coordinator.processes.reply_checks import SampleLimits
 from tandem.coordinator.scheduler.events import (
     CommandFields,
     DispatchBatch,

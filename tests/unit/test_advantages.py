@@ -21,8 +21,7 @@ from tandem.common.messages import SampleScored
 from tandem.config import Config, build_config
 from tandem.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.advantages import advantages as estimated
-from tandem.coordinator.algorithms.advantages import group_advantages
-from tandem.coordinator.algorithms.decoupled_advantages import decouple_advantages
+from tandem.coordinator.algorithms.advantages import decouple_advantages, group_advantages
 from tandem.coordinator.algorithms.rewards import has_spread, scale, shape
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord

@@ -8,7 +8,7 @@ import pytest
 from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_in, sample, steps_of
 
 from tandem.common.messages import MemoryUse, Trained
-from tandem.coordinator.loop.metrics import StepMetrics
+from tandem.coordinator.loop.recorder import StepMetrics
 from tandem.observe.run_folder.journal import StepRecord
 
 CALM, BUSY = range(1, 7), range(7, 13)

@@ -20,8 +20,7 @@ from samples_harness import scored
 
 from tandem.common.numeric import ROUNDING, differ
 from tandem.config.schema import AdvEstimator, GrpoConfig
-from tandem.coordinator.algorithms.advantages import advantages, group_advantages
-from tandem.coordinator.algorithms.decoupled_advantages import decouple_advantages
+from tandem.coordinator.algorithms.advantages import advantages, decouple_advantages, group_advantages
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.observe.health import HealthCondition
 from tandem.trainer.advantages import explained_variance, whitened

@@ -20,7 +20,7 @@ from rich.text import Text
 from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
 from tandem.common.wire import HubPeer
 from tandem.config import build_config
-from tandem.coordinator.loop.metrics import StepMetrics
+from tandem.coordinator.loop.recorder import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.finished_steps import STEP_LOG, QuickSteps, StepLog
 from tandem.coordinator.observers.progress import ProgressDisplay, ahead_line

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Generated, MemoryUse, Trained
 from tandem.config.schema import GpuMonitoring, LoggerConfig, PrometheusConfig
-from tandem.coordinator.loop.metrics import StepMetrics
+from tandem.coordinator.loop.recorder import StepMetrics
 from tandem.coordinator.observers.watching import NOT_UP
 from tandem.observe.exporters.nvml import GpuMonitor, GpuUse, Nvml
 from tandem.observe.exporters.prometheus import MetricsExporter

@@ -1,16 +1,24 @@
-"""Advantages: how much better a sample did than its group.
+"""Advantages: how much better a sample did than its group; of several rewards apart, or by role.
 
-Shapes: ``G`` groups of ``N`` samples, ``C`` components of a reward.
+A role's reward is compared with the same role's in the other episodes of its group, those in which it made a response.
+Whatever the roles win from one another, each learns from its own.
+
+Shapes: ``G`` groups of ``N`` samples, ``C`` components of a reward; ``S`` samples, ``R`` roles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.messages import LARGEST
+from tandem.common.messages import LARGEST, SampleScored
 from tandem.common.numeric import differ
-from tandem.config.schema import AdvEstimator
+from tandem.config.schema import AdvEstimator, RolloutsConfig
+from tandem.coordinator.algorithms.rewards import scale
+from tandem.samples.batch import SampleBatch
 
 _EPSILON = 1e-6
 """NeMo-RL's constant in the divisor. `tandem.common.numeric` says what is no spread."""
@@ -115,3 +123,118 @@ def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, no
         advantages_GN[differ_GN] /= std_GN[differ_GN] + _EPSILON
     advantages_GN[~differ(rewards_GN)] = 0.0  # rounding, which a later normalisation would blow up
     return advantages_GN.astype(np.float32)
+
+
+def decouple_advantages(
+    rewards_GNC: NDArray[np.float64], settings: AdvEstimator, counts_GN: NDArray[np.bool_] | None = None
+) -> NDArray[np.float32]:
+    """Return the advantage of each sample by GDPO (Liu et al. 2026, arXiv:2601.05242, section 3).
+
+    ``A = sum over c of w_c A_c``, where ``A_c`` is `group_advantages` of one component and ``w_c`` its weight. So a
+    component with rewards close together counts as much as one with rewards far apart. Then ``A`` minus its mean over
+    the whole batch is divided by its (unbiased) standard deviation, so that its size does not grow with ``C``. Samples
+    that do not count in `counts_GN` (None: all do), or have none to be compared with, are left out of both, and have
+    zero.
+
+    Returns:
+        ``advantages_GN``.
+
+    """
+    if counts_GN is None:
+        counts_GN = np.ones(rewards_GNC.shape[:2], dtype=np.bool_)
+    weights_C = settings.reward_weights or (1.0,) * rewards_GNC.shape[2]
+    parts = [
+        valid_advantages(
+            rewards_GNC[:, :, component],
+            counts_GN,
+            leave_one_out=settings.use_leave_one_out_baseline,
+            normalize=settings.normalize_rewards,
+        ).astype(np.float64)
+        for component in range(rewards_GNC.shape[2])
+    ]
+    combined_GN = sum((w * part for w, part in zip(weights_C, parts, strict=True)), np.zeros(rewards_GNC.shape[:2]))
+    compared_GN = counts_GN & (counts_GN.sum(axis=1, keepdims=True) >= min(2, counts_GN.shape[1]))
+    combined_X = combined_GN[compared_GN]
+    if len(combined_X):
+        combined_X = combined_X - combined_X.mean()
+        size = sum(abs(w) * float(np.abs(part).max()) for w, part in zip(weights_C, parts, strict=True))
+        has_spread = differ(combined_X, size=size)  # parts that cancel leave rounding
+        combined_X = combined_X / combined_X.std(ddof=1) if has_spread else np.zeros_like(combined_X)
+    advantages_GN = np.zeros(counts_GN.shape, dtype=np.float32)
+    advantages_GN[compared_GN] = combined_X
+    return advantages_GN
+
+
+def clip(
+    advantages_GN: NDArray[np.float32],
+    counts_GN: NDArray[np.bool_],
+    settings: AdvEstimator,
+    bounds: tuple[float | None, float | None],
+) -> NDArray[np.float32]:
+    """Clip advantages to the configured bounds. Those of samples that do not count stay zero.
+
+    Those of Reinforce++ are normalised, and then clipped, by the trainers, which have all tokens.
+    """
+    if settings.name == "reinforce_plus_plus":
+        return advantages_GN
+    return np.where(counts_GN, np.clip(advantages_GN, *bounds), advantages_GN)
+
+
+class RoleAdvantages(NamedTuple):
+    """The rewards of each role of each sample, and its advantages over its group."""
+
+    rewards_SR: NDArray[np.float64]
+    advantages_SR: NDArray[np.float32]
+
+    @property
+    def largest_S(self) -> NDArray[np.float32]:
+        """The advantage of each sample that is furthest from zero, of all its roles."""
+        place_S1 = np.abs(self.advantages_SR).argmax(axis=1)[:, None]
+        return np.take_along_axis(self.advantages_SR, place_S1, axis=1)[:, 0]
+
+    def put_into(self, batch: SampleBatch, samples: Sequence[SampleScored]) -> SampleBatch:
+        """Return the batch of these samples in which each sequence has its own role's reward and advantage.
+
+        What the batch has set to zero stays zero.
+        """
+        places = {(sample.group, sample.sample): place for place, sample in enumerate(samples)}
+        keys = zip(batch.group_S.tolist(), batch.sample_S.tolist(), batch.branch_S.tolist(), strict=True)
+        rows = [(places[group, sample], branch) for group, sample, branch in keys]
+        roles = [samples[place].roles[branch] if samples[place].roles else 0 for place, branch in rows]
+        index = np.array([place for place, _ in rows]), np.array(roles)
+        counts_S = batch.num_valid_S > 0
+        return batch.replace(
+            advantages_S=np.where(counts_S, self.advantages_SR[index], 0).astype(np.float32),
+            rewards_S=np.where(counts_S, self.rewards_SR[index], 0).astype(np.float32),
+        )
+
+
+def compare_roles(section: RolloutsConfig, samples: Sequence[SampleScored]) -> RoleAdvantages | None:
+    """Return the advantages of samples, ordered by group, by role; None where the policy plays one.
+
+    Where trainers make the advantages themselves (PPO), they are the rewards.
+    """
+    num_roles = max((len(sample.role_rewards) for sample in samples), default=0)
+    if not num_roles:
+        return None
+    rewards_SR = scale(np.array([sample.role_rewards for sample in samples], dtype=np.float64), section.reward_scaling)
+    counts_SR = np.zeros(rewards_SR.shape, dtype=np.bool_)
+    for place, sample in enumerate(samples):
+        counts_SR[place, [*sample.roles]] = not sample.dropped
+    parts, size = [], section.num_generations_per_prompt
+    for role in range(num_roles):
+        advantages_GN = _compare(section, rewards_SR[:, role].reshape(-1, size), counts_SR[:, role].reshape(-1, size))
+        parts.append(advantages_GN.reshape(-1))
+    return RoleAdvantages(np.where(counts_SR, rewards_SR, 0.0), np.stack(parts, axis=1))
+
+
+def _compare(
+    section: RolloutsConfig, rewards_GN: NDArray[np.float64], counts_GN: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    estimator = section.group_estimator
+    if estimator is None:
+        return np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
+    advantages_GN = advantages(rewards_GN, estimator, counts_GN)
+    if section.advantage_bounds is not None:
+        advantages_GN = clip(advantages_GN, counts_GN, estimator, section.advantage_bounds)
+    return advantages_GN

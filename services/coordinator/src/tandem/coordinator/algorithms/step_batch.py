@@ -20,12 +20,10 @@ from tandem.common.numeric import PHRASE, ROUNDING, find_outliers, find_usual_si
 from tandem.common.returned import beyond, line
 from tandem.config import Config
 from tandem.config.schema import RolloutsConfig
-from tandem.coordinator.algorithms.advantages import advantages, within
-from tandem.coordinator.algorithms.decoupled_advantages import clip, decouple_advantages
+from tandem.coordinator.algorithms.advantages import advantages, clip, compare_roles, decouple_advantages, within
 from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, name_metrics, turn_metrics
 from tandem.coordinator.algorithms.places import NUM_BATCHES
 from tandem.coordinator.algorithms.rewards import component_names, component_rewards, has_spread, scale, shape
-from tandem.coordinator.algorithms.roles import compare_roles
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_PROMPT

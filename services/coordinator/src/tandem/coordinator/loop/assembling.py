@@ -31,7 +31,7 @@ from tandem.coordinator.observers.watching import DashboardObserver, EngineServe
 from tandem.coordinator.preparing.resuming import StartingPoint
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.sample_limits import SampleLimits
+from tandem.coordinator.processes.reply_checks import SampleLimits
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.launch.admission import HeartbeatSettings, ListeningSocket

@@ -35,8 +35,7 @@ from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import StepBatches
 from tandem.coordinator.loop.interrupts import PendingInterrupts
-from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
-from tandem.coordinator.loop.recorder import ResultRecorder
+from tandem.coordinator.loop.recorder import RefitMetrics, ResultRecorder, StepMetrics
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler

@@ -68,8 +68,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays
 from tandem.coordinator.processes import reply_checks
-from tandem.coordinator.processes.reply_checks import SHOWN, KnownState, UnansweredRequest, require
-from tandem.coordinator.processes.sample_limits import SampleLimits
+from tandem.coordinator.processes.reply_checks import SHOWN, KnownState, SampleLimits, UnansweredRequest, require
 
 Check = Callable[[UnansweredRequest, Any], None]
 """A comparison of a reply with its request. It raises `WireError` if the one cannot answer the other."""
