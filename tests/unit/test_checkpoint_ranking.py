@@ -14,7 +14,7 @@ import pytest
 from tandem.config import Config, build_config, config_to_json, notices
 from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.observers.observer import Observer, ObserverGroup
-from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord, LateMetrics
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.sample_files import SampleFolder
@@ -100,3 +100,21 @@ def test_a_check_says_that_some_steps_will_not_have_it(settings: dict[str, Any],
     assert len(lines) == is_said
     if is_said:
         assert lines[0].startswith(f"checkpointing.save_period is {settings['save_period']} and grpo.val_period 10: ")
+
+
+def test_checkpoints_stay_until_their_late_metric_is_in(tmp_path: Path) -> None:
+    late = LateMetrics({})
+    checkpoints = CheckpointFolder(tmp_path, keep_top_k=1, higher_is_better=True, late_metrics=late)
+    for step in range(1, 6):
+        Path(checkpoints.temporary_pattern.format(step=step)).mkdir(parents=True)
+        checkpoints.publish(
+            CheckpointRecord(step=step, version=step, metric_name="val_accuracy", metric=None, config_json="{}")
+        )
+    assert checkpoints.steps() == [1, 2, 3, 4, 5], "any may be the best"
+    late.metrics |= {1: 0.3, 2: 0.9, 3: None}
+    checkpoints.prune(newest=5)
+    assert checkpoints.steps() == [2, 4, 5]
+    late.metrics[5] = 0.1
+    late.are_expected = False
+    checkpoints.prune(newest=5)
+    assert checkpoints.steps() == [2, 5], "the one without ranks below, and the newest stays"

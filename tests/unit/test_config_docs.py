@@ -53,6 +53,8 @@ NEW_KEYS = [
     "policy.generation.adapter_sets",
     "policy.generation.transformers_cfg.adapter_sets",
     "policy.generation.transformers_cfg.num_slots",
+    "eval.during_training",
+    "eval.gpus",
     "eval.max_new_tokens",
     "eval.temperature",
     "eval.top_k",

@@ -333,7 +333,7 @@ def test_a_copy_is_kept_where_trainers_would_wait(keep_copy: str, over: dict[str
     assert (vain in notices(config)) == (keep_copy == "on" and not expected)
 
 
-def test_engines_generate_beside_training_on_devices_of_their_own() -> None:
+def test_engines_generate_during_training_on_devices_of_their_own() -> None:
     assert error_of(grpo=ASYNCHRONOUS) == (
         "async_grpo.enabled: true needs policy.generation.colocated.enabled: false: engines generate while trainers "
         "train"

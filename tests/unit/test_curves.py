@@ -190,3 +190,28 @@ def test_what_comes_later_changes_the_last_bucket_only() -> None:
     steps, values = np.arange(1, 1001), np.sin(np.arange(1000))
     before, after = make_buckets(steps[:990], values[:990], 200), make_buckets(steps, values, 200)
     assert before.mean[:-1] == after.mean[: len(before.mean) - 1]
+
+
+def test_metrics_that_come_late_are_seen_by_those_who_have_read_before() -> None:
+    with make_run(num_steps=6) as journal:
+        file = CurvesFile(Path("run"), history())
+        curves = RunCurves(RunReader(Path("run")))
+        before = curves.series(["reward", "val_pass_k"], 100, None, None)
+        assert (before["reward"].step, "val_pass_k" in before) == ([1, 2, 3, 4, 5, 6], False)
+        journal.record_late(3, {"val_pass_k": 0.75, "reward": 99.0}, "step 3: evaluated")
+        file.amend(journal.step(3))
+        commit(journal, 7)
+        file.append(history()[-1])
+        for asked in (curves, RunCurves(RunReader(Path("run")))):
+            found = asked.series(["reward", "val_pass_k"], 100, None, None)
+            assert (found["val_pass_k"].step, found["val_pass_k"].mean) == ([3], [0.75])
+            assert found["reward"].step == [1, 2, 3, 4, 5, 6, 7]
+            assert found["reward"].mean[:6] == before["reward"].mean, "what a step has stays"
+            assert "val_pass_k" in {each.name for each in asked.names()}
+        file.close()
+        with_file = curves_of()
+        Path("run", CURVES_NAME).unlink()
+        assert curves_of() == with_file, "the file is a copy of the journal"
+        assert journal.values_of("val_pass_k") == {3: 0.75}
+        journal.forget_after(2)
+        assert journal.values_of("val_pass_k") == {}

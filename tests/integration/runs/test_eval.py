@@ -179,7 +179,7 @@ def test_interrupting_leaves_no_process_and_says_how_to_begin_again(here: Path) 
 
 
 def test_a_run_folder_is_its_newest_checkpoint_or_its_best(here: Path) -> None:
-    from tandem.coordinator.evaluation import find_models
+    from tandem.coordinator.evaluation.evaluate import find_models
 
     assert [model.label for model in find_models(["run"], "newest")] == ["run/checkpoints/step_2"]
     rewards = {step.step: step.metrics["val_reward"] for step in steps_of("run")}
@@ -227,7 +227,7 @@ def test_what_cannot_be_evaluated_is_said_on_one_line_before_anything_starts(her
 
 def test_results_that_are_there_are_set_aside_and_strange_folders_refused(here: Path) -> None:
     from tandem.common.errors import RunFolderError
-    from tandem.coordinator.evaluation import prepare_folder
+    from tandem.coordinator.evaluation.evaluate import prepare_folder
     from tandem.observe.run_folder.journal_writer import Journal
 
     said: list[str] = []

@@ -415,7 +415,8 @@ def _validates(look: Look) -> bool:
     """Tell whether the algorithm's section makes the run validate at any step."""
     section, never = look("algorithm"), (None, False, 0)
     when = (look(f"{section}.{key}") for key in ("val_period", "val_at_start", "val_at_end"))
-    return any(each not in never for each in when) or look(f"{section}.max_num_steps") == 0
+    is_due = any(each not in never for each in when) or look(f"{section}.max_num_steps") == 0
+    return is_due or bool(look("eval.during_training"))
 
 
 def _derive_higher_is_better(look: Look) -> Any:

@@ -422,7 +422,7 @@ def _notice_unranked(config: Config) -> Iterator[str]:
         return
     if reason is not None:
         yield f"checkpointing.metric_name: {metric} is never measured ({reason}): the newest checkpoints are kept"
-    elif not config.evaluates and (not period or settings.save_period % period):
+    elif not config.evaluates and not config.eval.during_training and (not period or settings.save_period % period):
         yield (
             f"checkpointing.save_period is {settings.save_period} and {config.algorithm}.val_period {period}: a "
             f"checkpoint of a step without validation has no {metric}, ranks below all that have one, and is deleted "

@@ -153,7 +153,7 @@ def explain_never_validated(config: Config) -> str | None:
     if not config.has_validation:
         return NOTHING_TO_VALIDATE_ON
     is_validated = section.val_period or section.val_at_start or section.val_at_end or config.evaluates
-    return None if is_validated else f"{config.algorithm}.val_period is 0"
+    return None if is_validated or config.eval.during_training else f"{config.algorithm}.val_period is 0"
 
 
 def check_run_can_be_stopped(config: Config) -> None:

@@ -44,6 +44,12 @@ class EvalConfig(ConfigSection, frozen=True, kw_only=True):
     """New. Null means `policy.generation.top_k`."""
     max_new_tokens: PositiveInt | None = None
     """New. Null means `policy.generation.max_new_tokens`."""
+    during_training: bool = False
+    """New. Have `coordinator up` evaluate each checkpoint while training goes on, with processes of its own. The scores
+    become the `val_` metrics of the checkpoint's step, and rank it."""
+    gpus: tuple[NonNegativeInt, ...] | None = None
+    """New. With `eval.during_training`: the GPUs of these processes, which the run should leave alone; null means all
+    that it sees."""
     save_path: NonEmptyStr | None = None
     """Folder of the results; null means `eval` within `logger.log_dir`."""
 

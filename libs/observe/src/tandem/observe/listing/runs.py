@@ -25,7 +25,7 @@ from tandem.observe.run_folder.live import read_live
 
 OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensorboard.log_dir")
 """Keys that differ between any two runs, and mean nothing."""
-_NEVER_RUNS = ("checkpoints", "samples", "logs", "keys", "tensorboard")
+_NEVER_RUNS = ("checkpoints", "evaluation", "samples", "logs", "keys", "tensorboard")
 """Folders within a run's that hold no run, and may hold many files."""
 NOTES_NAME = "notes.json"
 _TAG = re.compile(r"[^\s,=]{1,60}")

@@ -24,6 +24,7 @@ import numpy as np
 
 from tandem.observe.page.reader import RunReader
 from tandem.observe.run_folder.curves import SECONDS, CurvesTable, Flags, Ids, Numbers, read_curves
+from tandem.observe.run_folder.journal import LATE_METRICS
 
 _CHUNK = 1000
 """Steps read at once, so that the coordinator's commits wait no longer than that."""
@@ -160,6 +161,8 @@ class RunCurves:
         """Cached columns; the last one is the most recently requested."""
         self._names: dict[str, None] = {}
         self._names_to = 0
+        self._num_late = 0
+        """Number of times that metrics were added to steps that had finished."""
 
     def names(self) -> list[MetricName]:
         """Return the names of existing curves, by group and name."""
@@ -236,8 +239,14 @@ class RunCurves:
         return steps[low:high], values[low:high]
 
     def _read_steps(self, journal: sqlite3.Connection, table: CurvesTable | None) -> None:
-        """Update the table of steps; if the run was resumed, or is another, drop everything cached."""
-        if not self._steps.update(journal, table):
+        """Update the table of steps; if the run was resumed, or is another, drop everything cached.
+
+        So it is where steps have more metrics than they had when they were read.
+        """
+        query = "SELECT count(*) FROM events WHERE member = ?"
+        (num_late,) = journal.execute(query, (LATE_METRICS,)).fetchone()
+        has_more, self._num_late = num_late != self._num_late, num_late
+        if not self._steps.update(journal, table) or has_more:
             self._columns, self._names, self._names_to = {}, {}, 0
 
     def _read(self, journal: sqlite3.Connection, table: CurvesTable | None, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,15 +47,42 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved configuration of the run that wrote it."""
 
 
+class LateMetrics:
+    """Metrics that rank checkpoints, and are measured after they were saved."""
+
+    def __init__(self, metrics: Mapping[int, float]) -> None:
+        """`metrics` are those of steps that were measured already."""
+        self.metrics: dict[int, float | None] = dict(metrics)
+        """Metric of each step that was measured; None if that failed."""
+        self.are_expected = True
+        """Whether those of other steps may come yet."""
+
+    def is_awaited(self, step: int) -> bool:
+        """Tell whether a step's metric may come yet."""
+        return self.are_expected and step not in self.metrics
+
+
 class CheckpointFolder:
     """The checkpoints of one run."""
 
-    def __init__(self, root: Path, *, keep_top_k: int | None, higher_is_better: bool, run_id: str = "") -> None:
-        """Use the folder `root`; with a `keep_top_k` of None, all checkpoints are kept."""
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_top_k: int | None,
+        higher_is_better: bool,
+        run_id: str = "",
+        late_metrics: LateMetrics | None = None,
+    ) -> None:
+        """Use the folder `root`; with a `keep_top_k` of None, all checkpoints are kept.
+
+        Those whose metric is awaited are kept too.
+        """
         self._root = root
         self._run_id = run_id
         self._temporary = f"{_TEMPORARY}{{step}}.{secrets.token_hex(4)}"
         self._keep_top_k = keep_top_k
+        self._late_metrics = late_metrics
         self._higher_is_better = higher_is_better
 
     @property
@@ -97,7 +124,7 @@ class CheckpointFolder:
                 self._delete(final)
             temporary.rename(final)
             self._point_latest_to(final)
-            self._prune(newest=record.step)
+            self.prune(newest=record.step)
             _sync_folder(self._root)
         except OSError as error:
             raise CheckpointError(f"cannot publish checkpoint {final}: {error.strerror}") from error
@@ -124,6 +151,10 @@ class CheckpointFolder:
         """Return the checkpoints by step. Raises `DamagedCheckpoint`."""
         return {step: self.read_record(step) for step in self.steps()}
 
+    def awaits_metric(self, step: int) -> bool:
+        """Tell whether the metric of a step's checkpoint may come yet."""
+        return self._late_metrics is not None and self._late_metrics.is_awaited(step)
+
     def newest(self, *, up_to: int) -> tuple[int, Path] | None:
         """Return step and folder of the newest checkpoint that is not newer than `up_to`."""
         steps = [step for step in self.steps() if step <= up_to]
@@ -141,7 +172,7 @@ class CheckpointFolder:
             _sync_folder(self._root)
         return aside_folders
 
-    def _prune(self, newest: int) -> None:
+    def prune(self, newest: int) -> None:
         """Keep the best `keep_top_k`, and the newest, so that the run can always be resumed.
 
         Those without the metric rank below all others, as in NeMo-RL v0.7 (`nemo_rl/utils/checkpoint.py`), and of equal
@@ -157,9 +188,15 @@ class CheckpointFolder:
             return (worst if record.metric is None else sign * record.metric, step)
 
         readable: dict[int, CheckpointRecord] = {}
+        late = self._late_metrics
         for step in self.steps():
+            if self.awaits_metric(step):
+                continue
             with contextlib.suppress(DamagedCheckpoint):  # keep it in case the user can repair it
-                readable[step] = self.read_record(step)
+                record = self.read_record(step)
+                if late is not None and record.metric is None:
+                    record = msgspec.structs.replace(record, metric=late.metrics.get(step))
+                readable[step] = record
         best_first = sorted(readable.items(), key=rank, reverse=True)
         for step, _ in best_first[self._keep_top_k :]:
             if step != newest:

@@ -119,14 +119,24 @@ class CurvesFile:
     def append(self, record: StepRecord) -> None:
         """Write a step; if it has a new metric, rewrite all rows."""
         values = _values(record)
-        if new := values.keys() - set(self._names):
-            table = read_curves(self._path.parent)
-            rows = [] if table is None else [row.tobytes() for row in table._rows]
-            self._names += tuple(filter(new.__contains__, values))  # in their order
-            self._file.close()
-            absent = np.repeat(ABSENT, len(new)).tobytes()
-            self._begin([row + absent for row in rows])
+        if values.keys() - set(self._names):
+            self._begin(self._read_rows(values))
         self._file.write(_row(record, values, self._names))
+
+    def amend(self, record: StepRecord) -> None:
+        """Write a step again where it stands, with metrics that it did not have: rewrite all rows."""
+        values = _values(record)
+        rows = self._read_rows(values)
+        keys = _row(record, {}, ())
+        self._begin([_row(record, values, self._names) if row.startswith(keys) else row for row in rows])
+
+    def _read_rows(self, values: Mapping[str, float]) -> list[bytes]:
+        """Return the rows, with columns for all of these names, and close the file."""
+        table, new = read_curves(self._path.parent), values.keys() - set(self._names)
+        self._names += tuple(filter(new.__contains__, values))  # in their order
+        self._file.close()
+        absent = np.repeat(ABSENT, len(new)).tobytes()
+        return [] if table is None else [row.tobytes() + absent for row in table._rows]
 
     def close(self) -> None:
         """Close the file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -81,6 +81,7 @@ def _recognise_models(folder: Path, which: Which, mark: str) -> list[FoundModel]
 def _of_run(run: Path, which: Which, mark: str) -> list[FoundModel]:
     with read_journal(run) as journal:
         config = config_of(journal)
+        late_metrics = journal.values_of(config.checkpointing.metric_name) if config.eval.during_training else {}
     checkpoints = checkpoints_of(run, config)
     if not checkpoints.steps():
         when = f"every {config.checkpointing.save_period} steps" if config.checkpointing.enabled else "never"
@@ -88,15 +89,20 @@ def _of_run(run: Path, which: Which, mark: str) -> list[FoundModel]:
             f"{run} has no checkpoint: the run saves {when} (checkpointing.enabled, checkpointing.save_period)"
         )
     name = run.resolve().name
-    models = _of_checkpoints(run, checkpoints, which, config, mark)
+    models = _of_checkpoints(run, checkpoints, which, config, mark, late_metrics)
     return [msgspec.structs.replace(each, name=f"{name}-{each.name}") for each in models]
 
 
 def _of_checkpoints(
-    path: Path, checkpoints: CheckpointFolder, which: Which, config: Config | None, mark: str
+    path: Path,
+    checkpoints: CheckpointFolder,
+    which: Which,
+    config: Config | None,
+    mark: str,
+    late_metrics: Mapping[int, float] = {},
 ) -> list[FoundModel]:
     steps, models = checkpoints.steps(), []
-    chosen_steps = {"newest": steps[-1:], "all": steps}.get(which) or [_best(checkpoints, steps, config)]
+    chosen_steps = {"newest": steps[-1:], "all": steps}.get(which) or [_best(checkpoints, steps, config, late_metrics)]
     for folder in map(checkpoints.folder_of, chosen_steps):
         if not (folder / _POLICY / mark).is_file():
             _refuse_other(folder / _POLICY, mark)
@@ -114,10 +120,13 @@ def _refuse_other(folder: Path, mark: str) -> None:
         raise ModelError(f"{folder} holds a model and no adapters")
 
 
-def _best(checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | None) -> int:
+def _best(
+    checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | None, late_metrics: Mapping[int, float]
+) -> int:
     """Return the step of the best checkpoint, by their ranking metric."""
     records = {step: checkpoints.read_record(step) for step in steps}
-    ranked = {step: record.metric for step, record in records.items() if record.metric is not None}
+    metrics = {step: late_metrics.get(step, record.metric) for step, record in records.items()}
+    ranked = {step: metric for step, metric in metrics.items() if metric is not None}
     if not ranked:
         folder = checkpoints.folder_of(steps[0]).parent
         raise ModelError(f"no checkpoint in {folder} has the metric that ranks them; choose newest (--checkpoints)")

@@ -46,6 +46,10 @@ def state_of(folder: Path, newest_event: str) -> State:
     return outcome_in(newest_event) or ("running" if is_taken(folder) else "ended")
 
 
+LATE_METRICS = "evaluation"
+"""Name, among those of processes, under which events tell of metrics that were added to a finished step."""
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one step. Step 0 is the validation of the weights that a run starts from."""
 
@@ -180,6 +184,14 @@ class JournalReader:
     def events(self) -> list[tuple[float, str, str]]:
         """Return the events of processes, in order: Unix time, process, text."""
         return [(at, member, text) for at, member, text in self.rows("SELECT at, member, text FROM events ORDER BY id")]
+
+    def values_of(self, name: str) -> dict[int, float]:
+        """Return the finite values of a metric, by finished step."""
+        rows = self.rows(
+            "SELECT step, value FROM steps JOIN metrics ON id = step_id WHERE superseded_at IS NULL AND name = ?",
+            (name,),
+        )
+        return {int(step): float(value) for step, value in rows if value is not None}
 
     def last_event(self) -> str:
         """Return the newest event, as `last_event` does."""

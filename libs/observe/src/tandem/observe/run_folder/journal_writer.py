@@ -10,14 +10,14 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
 from tandem.common.errors import RunFolderError
-from tandem.observe.run_folder.journal import JournalReader, RefitRecord, StepRecord
+from tandem.observe.run_folder.journal import LATE_METRICS, JournalReader, RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_file import (
     SCHEMA_VERSION,
     connect_checked,
@@ -153,6 +153,17 @@ class Journal(JournalReader):
         with self.transaction() as connection:
             connection.execute(
                 "UPDATE steps SET checkpoint = ? WHERE step = ? AND superseded_at IS NULL", (folder, step)
+            )
+
+    def record_late(self, step: int, metrics: Mapping[str, float], text: str) -> None:
+        """Add metrics to a finished step, measured after it, with a line that says so; those that it has stay."""
+        with self.transaction() as connection:
+            connection.executemany(
+                "INSERT OR IGNORE INTO metrics SELECT id, ?, ? FROM steps WHERE step = ? AND superseded_at IS NULL",
+                [(*pair, step) for pair in metrics.items()],
+            )
+            connection.execute(
+                "INSERT INTO events (at, member, text) VALUES (?, ?, ?)", (time.time(), LATE_METRICS, text)
             )
 
     def record_refit(self, record: RefitRecord) -> None:

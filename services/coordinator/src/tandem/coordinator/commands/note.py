@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tandem.common.errors import OK
+from tandem.common.errors import OK, RunFolderError
 from tandem.coordinator.commands.arguments import Commands
 
 
@@ -26,7 +26,12 @@ def add(commands: Commands) -> None:
 def _note(arguments: argparse.Namespace) -> int:
     from tandem.observe.listing.runs import change_notes
 
-    changed = change_notes(arguments.runs, arguments.text, arguments.tag, arguments.untag)
+    try:
+        changed = change_notes(arguments.runs, arguments.text, arguments.tag, arguments.untag)
+    except RunFolderError as error:
+        if arguments.text is None and not all(run.exists() for run in arguments.runs[1:]):
+            raise RunFolderError(f"{error}; a note is the text after --text") from error
+        raise
     for run, notes in zip(arguments.runs, changed, strict=True):
         tags = f"[{' '.join(notes.tags)}] " if notes.tags else ""
         print(f"{run}: {tags}{notes.note}".rstrip())

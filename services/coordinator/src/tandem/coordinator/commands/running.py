@@ -67,7 +67,7 @@ def say_how_to_continue(error: TandemError | OSError, config: Config, to_continu
     if not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
         return
     if is_shortage(error):
-        when = "once there is room, continue with"
+        when = "once that is over, continue with"
     elif isinstance(error, TandemError) and error.is_final:
         when = "once that is mended, continue with"
     else:

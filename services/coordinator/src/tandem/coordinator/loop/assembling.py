@@ -129,6 +129,8 @@ def assemble(
     sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
     live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)
     stack.callback(observers.close)
+    if opened.evaluations is not None:
+        stack.enter_context(opened.evaluations.telling(observers.amended))
     recorder = ResultRecorder(config, opened.journal, checkpoints, samples, observers)
     make = CoordinatorLoop if front_end is None else front_end.loop
     loop = make(

@@ -46,6 +46,7 @@ from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
 if TYPE_CHECKING:
+    from tandem.coordinator.evaluation.checkpoint_evaluations import CheckpointEvaluations
     from tandem.coordinator.loop.loop import CoordinatorLoop
     from tandem.coordinator.scheduler.spec import RunSpec
     from tandem.observe.exporters.prometheus import MetricsExporter  # needs an extra
@@ -110,6 +111,8 @@ class OpenedResources(msgspec.Struct, frozen=True, kw_only=True):
     """Where processes that do not see the run's folder ask for its images; None if the policy does not see."""
     watching: tuple[Observer, ...]
     """Observers that need nothing of the attempt."""
+    evaluations: CheckpointEvaluations | None
+    """Evaluation during training, if that is on."""
 
 
 def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> OpenedResources:
@@ -159,6 +162,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     if config.logger.opentelemetry.endpoint is not None:
         traces = TraceObserver(config.logger.opentelemetry.endpoint, run_id)
         stack.callback(traces.end, say)
+    evaluations = _begin_evaluations(invocation, journal, stack)
     return OpenedResources(
         listening=listening,
         earlier=earlier,
@@ -167,8 +171,23 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
         exporter=exporter,
         traces=traces,
         images_at=images_at,
-        watching=tuple(watching),
+        watching=(*watching, *([] if evaluations is None else [evaluations])),
+        evaluations=evaluations,
     )
+
+
+def _begin_evaluations(
+    invocation: CommandInvocation, journal: Journal, stack: contextlib.ExitStack
+) -> CheckpointEvaluations | None:
+    """Have checkpoints evaluated during training, if that is on; `stack` ends it."""
+    config = invocation.ready.config
+    if not config.eval.during_training:
+        return None
+    from tandem.coordinator.evaluation.checkpoint_evaluations import CheckpointEvaluations
+
+    evaluations = CheckpointEvaluations(invocation.ready.source, config, journal, invocation.say)
+    stack.callback(evaluations.end)
+    return evaluations
 
 
 def _keep_inputs(invocation: CommandInvocation) -> None:

@@ -290,7 +290,8 @@ class ResultRecorder:
         metric = self.journal.step(step).metrics.get(name)
         if metric is not None and not math.isfinite(metric):
             metric = None
-        if metric is None and settings.keep_top_k is not None and not self._has_noted_unranked:
+        is_unranked = metric is None and settings.keep_top_k is not None and not self._checkpoints.awaits_metric(step)
+        if is_unranked and not self._has_noted_unranked:
             self._has_noted_unranked = True
             self.note(
                 f"the checkpoint of step {step} has no {name} (checkpointing.metric_name): such checkpoints rank below "

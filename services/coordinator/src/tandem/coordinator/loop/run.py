@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -83,7 +84,10 @@ def run(invocation: CommandInvocation) -> FinishRun:
     _fetch(invocation)
     with contextlib.ExitStack() as stack:
         opened = open_run(invocation, stack)
-        return record_outcome(opened.journal, RunAttempts(invocation, opened).run)
+        carry_out = RunAttempts(invocation, opened).run
+        if opened.evaluations is not None:
+            carry_out = partial(opened.evaluations.wait_after, carry_out)
+        return record_outcome(opened.journal, carry_out)
 
 
 def _fetch(invocation: CommandInvocation) -> None:
@@ -271,6 +275,7 @@ class RunAttempts:
             keep_top_k=config.keep_top_k,
             higher_is_better=config.higher_is_better,
             run_id=self._opened.journal.run_id,
+            late_metrics=None if self._opened.evaluations is None else self._opened.evaluations.late_metrics,
         )
 
     def _resuming(self, checkpoints: CheckpointFolder) -> ResumePoints:

@@ -100,6 +100,12 @@ class CurveFile(ReportingObserver):
             with self.going_on(_NO_CURVES):
                 self._file.append(record)
 
+    def amended(self, record: StepRecord) -> None:
+        """Write a step's metrics again."""
+        if self._file is not None:
+            with self.going_on(_NO_CURVES):
+                self._file.amend(record)
+
     def close(self) -> None:
         """Close the file."""
         file, self._file = self._file, None

@@ -81,6 +81,9 @@ class Observer:
     def committed(self, record: StepRecord) -> None:
         """Handle a finished step."""
 
+    def amended(self, record: StepRecord) -> None:
+        """Handle a finished step to which metrics were added."""
+
     def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Bring what the observer shows up to date. Called several times a second."""
 
@@ -135,6 +138,7 @@ class ObserverGroup:
         self.lost: Callable[[str], None] = self._together("lost")
         self.replaced: Callable[[int], None] = self._together("replaced")
         self.committed: Callable[[StepRecord], None] = self._together("committed")
+        self.amended: Callable[[StepRecord], None] = self._together("amended")
         self.show: Callable[[Scheduler, ProcessRegistry], None] = self._together("show")
         self._news = self._find_overrides("take_news")
 

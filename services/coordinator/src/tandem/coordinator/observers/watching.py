@@ -129,6 +129,10 @@ class DashboardObserver(Observer):
         """Write a step's metrics."""
         self._writers.write(record.step, record.metrics, record.seconds)
 
+    def amended(self, record: StepRecord) -> None:
+        """Write a step's metrics again, with those that were added."""
+        self.committed(record)
+
 
 class EngineServers(ReportingObserver):
     """The addresses at which the run's engines answer OpenAI's API."""

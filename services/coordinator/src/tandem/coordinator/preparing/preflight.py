@@ -157,7 +157,9 @@ def _look_through(
     problems: list[TandemError] = []
     announced = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
     with import_apart(config, scratch, config.cluster.deadlines.join_s) as own_code:
-        for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
+        looks: list[Callable[[Config], None]] = [_find_extras, _find_agent, refuse_threads, _find_folders]
+        looks += [partial(_listen, mode=mode), *([_check_evaluation] if config.eval.during_training else [])]
+        for look in looks:
             with _note_problems(problems):
                 look(config)
         algorithm = None
@@ -238,6 +240,13 @@ def _complain(problems: Sequence[TandemError]) -> None:
 
 def _lines(problem: TandemError) -> tuple[str, ...]:
     return problem.problems if isinstance(problem, ConfigError) else (str(problem),)
+
+
+def _check_evaluation(config: Config) -> None:
+    """Check that checkpoints can be evaluated during training."""
+    from tandem.coordinator.evaluation.checkpoint_evaluations import check_during_training
+
+    check_during_training(config)
 
 
 def _find_extras(config: Config) -> None:

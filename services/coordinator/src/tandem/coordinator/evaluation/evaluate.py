@@ -164,6 +164,7 @@ def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
                 "generation": generation,
             },
             "checkpointing": {"enabled": False, "checkpoint_dir": None},
+            "eval": {"during_training": False},
             "logger": {
                 "log_dir": str(run_folder),
                 "samples": "off",
