@@ -1,4 +1,4 @@
-"""Evaluation during training (``eval.during_training``): each checkpoint is scored while later steps run.
+"""Evaluation during training (``eval.during_training``): each checkpoint is scored as later steps run.
 
 A process of its own, `tandem.coordinator.evaluation.follower`, takes one checkpoint after another, and evaluates it as
 ``coordinator eval`` would: with trainers, refit and engines of its own, and none of the run's. It leaves a file for
