@@ -8,7 +8,7 @@ A step's samples become its batch in `step_batch`. The formulas are in `rewards`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from tandem.coordinator.algorithms.extra_metrics import failure_metrics, metrics
 from tandem.coordinator.algorithms.places import StreamPlaces
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.observe.run_folder.journal import StepRecord
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import (
     EncodedProblem,
@@ -170,6 +171,15 @@ class GrpoAlgorithm:
             return section.max_num_steps
         per_epoch = max(1, len(self._train) // section.num_prompts_per_batch)
         return min(section.max_num_steps, section.max_num_epochs * per_epoch)
+
+    def resume(self, read_steps: Callable[[], Sequence[StepRecord]]) -> None:
+        """Continue after the finished steps of a run, which decide what the next ones draw."""
+        levels = None if self.curriculum is None else self.curriculum.levels
+        if self.places is not None or levels is not None:
+            steps = read_steps()
+            for part in (self.places, levels):
+                if part is not None:
+                    part.resume(steps)
 
     def sampling(self, purpose: Purpose) -> SamplingParameters:
         """Return the sampling parameters. Validation may have some of its own, and is otherwise like training."""

@@ -6,11 +6,12 @@ keeps. A resumed run needs only the number of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Never, Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.observe.run_folder.journal import StepRecord
 from tandem.samples.batch import SampleBatch
 from tandem.samples.images.rows import ImageRows
 
@@ -36,6 +37,10 @@ class RunningAlgorithm(Protocol):
     @property
     def num_steps(self) -> int:
         """Steps of a whole run."""
+        ...
+
+    def resume(self, read_steps: Callable[[], Sequence[StepRecord]]) -> None:
+        """Continue after the finished steps of a run, which `read_steps` reads from its journal."""
         ...
 
     def sampling(self, purpose: Purpose) -> SamplingParameters:
@@ -68,6 +73,9 @@ class WithoutGeneration:
     def num_validation(self) -> int:
         """Prompts to generate for validation: none."""
         return 0
+
+    def resume(self, read_steps: Callable[[], Sequence[StepRecord]]) -> None:
+        """Do nothing: what a step draws depends on no earlier one."""
 
     def sampling(self, purpose: Purpose) -> Never:
         """Fail: no samples are drawn."""

@@ -11,7 +11,6 @@ import msgspec
 
 from tandem.common.messages import Listener
 from tandem.config import Config, config_to_json
-from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import StepBatches
@@ -121,10 +120,7 @@ def assemble(
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     front_end = invocation.front_end
     spec = spec if front_end is None else front_end.spec(spec)
-    if isinstance(algorithm, GrpoAlgorithm) and algorithm.places is not None:
-        algorithm.places.resume(opened.journal.steps())
-    if isinstance(algorithm, GrpoAlgorithm) and algorithm.curriculum is not None:
-        algorithm.curriculum.levels.resume(opened.journal.steps())
+    algorithm.resume(opened.journal.steps)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
     live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)
