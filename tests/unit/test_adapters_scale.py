@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_columns() -> None:
 
 
 def test_adapters_import_no_torch() -> None:
-    names = ("huggingface", "dtensor", "megatron", "vllm", "headers")
+    names = ("huggingface", "dtensor", "megatron", "vllm", "catalogue")
     script = "import sys; from tandem.refit.adapters import " + ", ".join(names) + "; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "False"

@@ -90,6 +90,10 @@ def test_checkpoints_have_the_scores_of_a_run_that_validates_itself(
             assert f"held-out reward {reward:.3f}" in done.stdout
         assert "has no val_reward" not in done.stdout
         assert run_folders([Path()]) == [Path("run")], "runs that evaluate are none of the user's"
+        replayed = coordinator("replay", "run")
+        assert replayed.returncode == 0, replayed.stderr
+        assert f"weights are equal to the bit to those of step {STEPS} of run\n" in replayed.stdout + "\n"
+        assert not Path("run-replay/evaluation").exists(), "it needs engines"
 
 
 def find_follower(run: Command) -> psutil.Process | None:

@@ -47,7 +47,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     # The shell's words after --model have no end: settings among them are taken out here.
     overrides = [*arguments.overrides, *(word for word in arguments.models or () if not _is_path(word))]
     config = load_evaluation(arguments.config, overrides)
-    from tandem.coordinator.evaluation.evaluate import check_settings, find_models
+    from tandem.coordinator.evaluation.evaluate import find_models
+    from tandem.coordinator.evaluation.settings import check_settings, evaluation_config
 
     check_settings(config, arguments.config)
     for notice in notices(config):
@@ -58,7 +59,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from tandem.coordinator.evaluation.evaluate import evaluate, evaluation_config, prepare, prepare_folder
+    from tandem.coordinator.evaluation.evaluate import evaluate, prepare, prepare_folder
     from tandem.launch.fork_server import ServiceForkServer
     from tandem.launch.launch import preload
     from tandem.launch.nodes import launched_processes

@@ -27,7 +27,7 @@ from tandem.common.files import replace_file
 from tandem.common.process_lifetime import continue_stopped, is_stopped
 from tandem.common.texts import read_last_lines
 from tandem.config import Config, config_from_json, config_to_json
-from tandem.coordinator.evaluation.evaluate import check_settings, evaluation_config
+from tandem.coordinator.evaluation.settings import check_settings, evaluation_config
 from tandem.coordinator.observers.observer import ReportingObserver
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler

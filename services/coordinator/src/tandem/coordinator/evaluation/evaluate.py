@@ -16,11 +16,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.errors import CheckpointError, ConfigError, DataError, ModelError, RunFolderError, nearest
+from tandem.common.errors import CheckpointError, DataError, ModelError, RunFolderError, nearest
 from tandem.common.values import question_text, text_of
-from tandem.config import Config, change_config
+from tandem.config import Config
 from tandem.config.models import hub
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.coordinator.evaluation.settings import choose_seed, evaluation_config, read_sampling
 from tandem.coordinator.loop.opening import CommandInvocation
 from tandem.coordinator.loop.run import run
 from tandem.coordinator.model_folders import model_vocabulary, read_json, refuse_unknown_type
@@ -112,81 +113,6 @@ def _split_numbers(path: str) -> list[int | str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
 
 
-def check_settings(config: Config, source: str) -> None:
-    """Raise `ConfigError` for settings that no evaluation can be made with."""
-    if not config.declaration.rolls_out:
-        raise ConfigError(
-            f"{source}: algorithm: {config.algorithm} generates nothing to evaluate: it validates by its loss; "
-            "algorithm=grpo evaluates by generating, with problems (data) and an environment (env) that scores"
-        )
-    settings, section = config.eval, config.rollout_section
-    num = settings.num_tests_per_prompt or section.num_val_generations_per_prompt
-    if settings.k_value > num:
-        raise ConfigError(
-            f"{source}: eval.k_value: {settings.k_value} is more than the {num} samples of each problem "
-            "(eval.num_tests_per_prompt)"
-        )
-    sampling = _sampling(config)
-    if num > 1 and (sampling["temperature"] == 0 or sampling["top_k"] == 1):
-        key = "eval.temperature: 0" if sampling["temperature"] == 0 else "eval.top_k: 1"
-        raise ConfigError(f"{source}: {key} draws the same sample {num} times (eval.num_tests_per_prompt)")
-
-
-def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
-    """Return the configuration of the run that evaluates a model. Raise `ConfigError` if it is invalid."""
-    settings, section, sampling = base.eval, base.rollout_section, _sampling(base)
-    num = settings.num_tests_per_prompt or section.num_val_generations_per_prompt
-    num_batches = -(-section.max_val_samples * num // base.units_per_step)
-    generation: dict[str, Any] = {key: sampling[key] for key in ("top_p", "top_k", "max_new_tokens")}
-    generation |= {"val_top_p": None, "val_top_k": None}
-    if base.policy.tokenizer.name != base.policy.model_name:
-        tokenizer: str | None = base.policy.tokenizer.name
-    else:
-        tokenizer = None  # the model's own
-    deadline_s = base.cluster.deadlines.generate_s * max(1, min(num_batches, _MOST_BATCHES))
-    return change_config(
-        base,
-        {
-            "prerequisite": None,
-            "replay": None,
-            base.algorithm: {
-                "max_num_steps": 0,
-                "num_val_generations_per_prompt": num,
-                "val_temperature": sampling["temperature"],
-                "val_seed": _seed(base),
-                **({f"async_{base.algorithm}": {"enabled": False}} if section.asynchronous.enabled else {}),
-            },
-            "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": False},
-            "policy": {
-                "model_name": str(model),
-                "new_model": None,
-                "tokenizer": {"name": tokenizer},
-                "generation": generation,
-            },
-            "checkpointing": {"enabled": False, "checkpoint_dir": None},
-            "eval": {"during_training": False},
-            "logger": {
-                "log_dir": str(run_folder),
-                "samples": "off",
-                "tensorboard_enabled": False,
-                "wandb_enabled": False,
-                "mlflow_enabled": False,
-                "prometheus": {"port": None},
-                "opentelemetry": {"endpoint": None},
-                "page": "off",
-                "num_val_samples_to_print": 0,
-            },
-            "cluster": {"deadlines": {"generate_s": deadline_s}},
-        },
-        (),
-        str(model),
-    ).config
-
-
-_MOST_BATCHES = 1000
-"""Longest evaluation timeout, as a multiple of the step's generation timeout."""
-
-
 def prepare(source: str, base: Config, models: Sequence[EvaluatedModel], folder: Path) -> list[CheckedConfig]:
     """Check all evaluations before one begins. Raise `TandemError` if one cannot be run."""
     configs = []
@@ -248,7 +174,7 @@ def evaluate(
 
 
 def _describe(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> EvaluationResults:
-    config, sampling = ready.config, _sampling(base)
+    config, sampling = ready.config, read_sampling(base)
     return EvaluationResults(
         source=ready.source,
         dataset_name=config.data.dataset_name,
@@ -258,29 +184,11 @@ def _describe(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> Evalua
         top_p=sampling["top_p"],
         top_k=sampling["top_k"],
         max_new_tokens=sampling["max_new_tokens"],
-        seed=_seed(base),
+        seed=choose_seed(base),
         metric=base.eval.metric.replace("k", str(base.eval.k_value)),
         interval=INTERVAL,
         models=[*rows],
     )
-
-
-def _sampling(config: Config) -> dict[str, Any]:
-    """Return the sampling parameters: those of ``eval``, and else those of validation."""
-    settings, generation, validation = config.eval, config.policy.generation, config.rollout_section.val_temperature
-    temperature = generation.temperature if validation is None else validation
-    return {
-        "temperature": temperature if settings.temperature is None else settings.temperature,
-        "top_p": generation.validation_top_p if settings.top_p is None else settings.top_p,
-        "top_k": generation.validation_top_k if settings.top_k is None else settings.top_k,
-        "max_new_tokens": settings.max_new_tokens or generation.max_new_tokens,
-    }
-
-
-def _seed(config: Config) -> int:
-    section = config.rollout_section
-    seeds = (config.eval.seed, section.val_seed, section.seed)
-    return next(seed for seed in seeds if seed is not None)
 
 
 def _algorithm(ready: CheckedConfig) -> GrpoAlgorithm:

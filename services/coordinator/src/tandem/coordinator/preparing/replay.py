@@ -88,7 +88,16 @@ _OF_OPTIMIZERS = ("policy.megatron_cfg.enabled", "policy.megatron_cfg.optimizer.
 """Keys that decide the kind of optimizer state in a checkpoint."""
 _ROUTES = "policy.router_replay.enabled"
 _LENGTH = "policy.max_total_sequence_length"
-_OF_NO_WEIGHTS = ("prerequisite", "replay", "checkpointing", "logger", "refit", "cluster.address", "cluster.deadlines")
+_OF_NO_WEIGHTS = (
+    "prerequisite",
+    "replay",
+    "checkpointing",
+    "eval",
+    "logger",
+    "refit",
+    "cluster.address",
+    "cluster.deadlines",
+)
 """Keys that differ between a run and its replay without changing weights."""
 _OF_CLIPS = ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max", "loss_fn.ratio_clip_c")
 _CLIPPED = "clip_fraction"
@@ -127,6 +136,7 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
     settings = {
         "prerequisite": None,
         "checkpointing": {"checkpoint_dir": None},  # within the run folder, unless an override names another
+        "eval": {"during_training": False},  # it needs engines
         "logger": {"log_dir": str(new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
         "replay": {"run": str(run), "run_id": recorded.run_id, "from_step": start, "to_step": end},
     }
