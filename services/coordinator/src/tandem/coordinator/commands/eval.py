@@ -48,7 +48,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *(word for word in arguments.models or () if not _is_path(word))]
     config = load_evaluation(arguments.config, overrides)
     from tandem.coordinator.evaluation.evaluate import find_models
-    from tandem.coordinator.evaluation.settings import check_settings, evaluation_config
+    from tandem.coordinator.preparing.evaluation_settings import check_settings, evaluation_config
 
     check_settings(config, arguments.config)
     for notice in notices(config):

@@ -21,10 +21,10 @@ from tandem.common.values import question_text, text_of
 from tandem.config import Config
 from tandem.config.models import hub
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.evaluation.settings import choose_seed, evaluation_config, read_sampling
 from tandem.coordinator.loop.opening import CommandInvocation
 from tandem.coordinator.loop.run import run
 from tandem.coordinator.model_folders import model_vocabulary, read_json, refuse_unknown_type
+from tandem.coordinator.preparing.evaluation_settings import choose_seed, evaluation_config, read_sampling
 from tandem.coordinator.preparing.preflight import preflight
 from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.scheduler.events import FinishRun

@@ -22,15 +22,15 @@ from tandem.common.process_lifetime import die_with
 from tandem.common.shortages import is_shortage
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.coordinator.evaluation.checkpoint_evaluations import (
+from tandem.coordinator.observers.checkpoint_evaluations import (
     FOLDER,
     CheckpointEvaluation,
     digest_of,
-    make_follower_config,
     read_evaluation,
     read_order,
     write_evaluation,
 )
+from tandem.coordinator.preparing.evaluation_settings import make_follower_config
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
 from tandem.launch.nodes import launched_processes

@@ -46,8 +46,8 @@ from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
 if TYPE_CHECKING:
-    from tandem.coordinator.evaluation.checkpoint_evaluations import CheckpointEvaluations
     from tandem.coordinator.loop.loop import CoordinatorLoop
+    from tandem.coordinator.observers.checkpoint_evaluations import CheckpointEvaluations
     from tandem.coordinator.scheduler.spec import RunSpec
     from tandem.observe.exporters.prometheus import MetricsExporter  # needs an extra
 
@@ -183,9 +183,11 @@ def _begin_evaluations(
     config = invocation.ready.config
     if not config.eval.during_training:
         return None
-    from tandem.coordinator.evaluation.checkpoint_evaluations import CheckpointEvaluations
+    from tandem.coordinator.observers.checkpoint_evaluations import CheckpointEvaluations
+    from tandem.coordinator.preparing.evaluation_settings import compute_evaluation_limit
 
-    evaluations = CheckpointEvaluations(invocation.ready.source, config, journal, invocation.say)
+    limit_s = compute_evaluation_limit(config)
+    evaluations = CheckpointEvaluations(invocation.ready.source, config, journal, invocation.say, limit_s)
     stack.callback(evaluations.end)
     return evaluations
 

@@ -244,7 +244,7 @@ def _lines(problem: TandemError) -> tuple[str, ...]:
 
 def _check_evaluation(config: Config) -> None:
     """Check that checkpoints can be evaluated during training."""
-    from tandem.coordinator.evaluation.checkpoint_evaluations import check_during_training
+    from tandem.coordinator.preparing.evaluation_settings import check_during_training
 
     check_during_training(config)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tandem.common.errors import ConfigError
 from tandem.config import Config, change_config
+from tandem.launch.nodes import expected_processes, launched_processes
 
 _MOST_BATCHES = 1000
 """Longest evaluation timeout, as a multiple of the step's generation timeout."""
@@ -100,3 +103,32 @@ def choose_seed(config: Config) -> int:
     section = config.rollout_section
     seeds = (config.eval.seed, section.val_seed, section.seed)
     return next(seed for seed in seeds if seed is not None)
+
+
+def check_during_training(config: Config) -> None:
+    """Raise `ConfigError` if a run's checkpoints cannot be evaluated during training."""
+    key = "eval.during_training"
+    if not config.checkpointing.enabled:
+        raise ConfigError(f"{key}: true, but checkpointing.enabled is false: there is nothing to evaluate")
+    if not config.has_validation:
+        raise ConfigError(f"{key}: true, but there are no held-out problems (data.num_validation, data.validation)")
+    check_settings(config, key)
+    its_own = make_follower_config(config, Path(config.policy.model_name), Path(config.logger.log_dir))
+    if launched_processes(its_own) != expected_processes(its_own):
+        raise ConfigError(
+            f"{key}: true, but cluster.launch leaves processes to be started by hand, which those of an evaluation "
+            "cannot be: evaluate checkpoints by coordinator eval"
+        )
+
+
+def make_follower_config(config: Config, model: Path, run_folder: Path) -> Config:
+    """Return the configuration of the run that evaluates a model on this host, at an address of its own."""
+    cluster = msgspec.structs.replace(config.cluster, address="tcp://127.0.0.1:*")
+    return evaluation_config(msgspec.structs.replace(config, cluster=cluster), model, run_folder)
+
+
+def compute_evaluation_limit(config: Config) -> float:
+    """Return the seconds that the evaluation of a checkpoint may take, by the deadlines of its run, twice."""
+    its_own = make_follower_config(config, Path(config.policy.model_name), Path(config.logger.log_dir))
+    deadlines = msgspec.structs.asdict(its_own.cluster.deadlines)
+    return 2 * sum(seconds for seconds in deadlines.values() if isinstance(seconds, int | float))

@@ -22,18 +22,16 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.errors import ConfigError, RunFolderError
+from tandem.common.errors import RunFolderError
 from tandem.common.files import replace_file
 from tandem.common.process_lifetime import continue_stopped, is_stopped
 from tandem.common.texts import read_last_lines
 from tandem.config import Config, config_from_json, config_to_json
-from tandem.coordinator.evaluation.settings import check_settings, evaluation_config
 from tandem.coordinator.observers.observer import ReportingObserver
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.launch.child import KILLED_S, select_within
-from tandem.launch.nodes import expected_processes, launched_processes
 from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, LateMetrics
 from tandem.observe.run_folder.curves import CurvesFile
@@ -73,28 +71,6 @@ class CheckpointEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics as validation names them."""
     error: str = ""
     """Why there are none; empty if there are."""
-
-
-def check_during_training(config: Config) -> None:
-    """Raise `ConfigError` if a run's checkpoints cannot be evaluated during training."""
-    key = "eval.during_training"
-    if not config.checkpointing.enabled:
-        raise ConfigError(f"{key}: true, but checkpointing.enabled is false: there is nothing to evaluate")
-    if not config.has_validation:
-        raise ConfigError(f"{key}: true, but there are no held-out problems (data.num_validation, data.validation)")
-    check_settings(config, key)
-    its_own = make_follower_config(config, Path(config.policy.model_name), Path(config.logger.log_dir) / FOLDER)
-    if launched_processes(its_own) != expected_processes(its_own):
-        raise ConfigError(
-            f"{key}: true, but cluster.launch leaves processes to be started by hand, which those of an evaluation "
-            "cannot be: evaluate checkpoints by coordinator eval"
-        )
-
-
-def make_follower_config(config: Config, model: Path, run_folder: Path) -> Config:
-    """Return the configuration of the run that evaluates a model on this host, at an address of its own."""
-    cluster = msgspec.structs.replace(config.cluster, address="tcp://127.0.0.1:*")
-    return evaluation_config(msgspec.structs.replace(config, cluster=cluster), model, run_folder)
 
 
 def read_order(run: Path) -> tuple[FollowerOrder, Config]:
@@ -222,15 +198,18 @@ class FollowerProcess:
 class CheckpointEvaluations(ReportingObserver):
     """The evaluations of a run's checkpoints: takes them to the journal, and has the process run until all are in."""
 
-    def __init__(self, source: str, config: Config, journal: Journal, say: Say) -> None:
-        """Start the process; evaluations of earlier coordinators count, if their checkpoints do."""
+    def __init__(self, source: str, config: Config, journal: Journal, say: Say, limit_s: float) -> None:
+        """Start the process; evaluations of earlier coordinators count, if their checkpoints do.
+
+        One that evaluates nothing for `limit_s` is killed.
+        """
         super().__init__()
         self._config, self._journal, self._say, self._run = config, journal, say, journal.folder
         self._metric_name = config.checkpointing.metric_name
         self.late_metrics = LateMetrics(journal.values_of(self._metric_name))
         self._amended: Callable[[StepRecord], None] = self._amend_curves
         self._is_full = False
-        self._limit_s = _compute_limit(config)
+        self._limit_s = limit_s
         self._taken_at = time.monotonic()
         """When the last evaluation was taken, or there was none to wait for."""
         self._looked_after_at = self._taken_at
@@ -352,13 +331,6 @@ class CheckpointEvaluations(ReportingObserver):
                 curves.amend(record)
             finally:
                 curves.close()
-
-
-def _compute_limit(config: Config) -> float:
-    """Return the seconds that the evaluation of a checkpoint may take, by the deadlines of its run, twice."""
-    its_own = make_follower_config(config, Path(config.policy.model_name), Path(config.logger.log_dir) / FOLDER)
-    deadlines = msgspec.structs.asdict(its_own.cluster.deadlines)
-    return 2 * sum(seconds for seconds in deadlines.values() if isinstance(seconds, int | float))
 
 
 def _describe(evaluation: CheckpointEvaluation) -> str:
