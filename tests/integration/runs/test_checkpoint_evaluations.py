@@ -45,11 +45,17 @@ DURING = {**settings(val_period=0, val_at_start=False), "eval": {"during_trainin
 
 
 @pytest.fixture(scope="module")
-def validated(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    """Return the metrics of a run that validates itself in the steps that save a checkpoint."""
+def validated_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that validates itself in the steps that save a checkpoint."""
     folder = tmp_path_factory.mktemp("validated")
     undisturbed_run(folder, settings(val_period=PERIOD))
-    return {step.step: step.metrics for step in steps_of(folder / "run")}
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def validated(validated_run: Path) -> dict[int, dict[str, float]]:
+    """Return its metrics, by step."""
+    return {step.step: step.metrics for step in steps_of(validated_run)}
 
 
 def val(metrics: dict[str, float]) -> dict[str, float]:
@@ -155,6 +161,21 @@ def test_a_checkpoint_that_cannot_be_evaluated_is_said_and_tried_again(
         assert "1 checkpoint is still to be evaluated" in again.stdout
         steps = {step.step: val(step.metrics) for step in steps_of("run")}
         assert steps[PERIOD] == val(validated[PERIOD])
+
+
+def test_adapters_are_merged_first(validated_run: Path, tmp_path: Path) -> None:
+    base = {"model_name": str(validated_run / f"checkpoints/step_{STEPS}/policy"), "new_model": None}
+    adapters = {"policy": {**base, "dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}}
+    scores = []
+    for name, over in (("itself", settings(val_period=PERIOD)), ("follower", DURING)):
+        (tmp_path / name).mkdir()
+        with in_folder(tmp_path / name):
+            done = coordinator("up", write_config(merged(over, adapters)))
+            assert done.returncode == 0, done.stderr
+            scores.append({step.step: val(step.metrics) for step in steps_of("run") if not step.step % PERIOD})
+    assert scores[0] == scores[1]
+    assert all(scores[0].values())
+    assert not [*tmp_path.rglob("merged")], "a copy of the weights for each checkpoint"
 
 
 def test_what_cannot_be_evaluated_during_training_is_refused(tmp_path: Path) -> None:
