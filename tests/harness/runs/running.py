@@ -77,10 +77,12 @@ TINY: dict[str, Any] = {
     "cluster": {
         "threads_per_process": 1,
         "heartbeat_interval_s": 0.3,
-        "heartbeat_timeout_s": 10.0,
+        "heartbeat_timeout_s": 40.0,  # a disk, and who writes to it, was seen to stand still for 22
         "deadlines": dict.fromkeys(("join_s", "build_s", "generate_s", "train_s"), _DEADLINE_S),
     },
 }
+SOON_MISSED: dict[str, Any] = {"cluster": {"heartbeat_timeout_s": 10.0}}
+"""For tests that stop a process, and wait until it is missed."""
 SUMS = [
     {"input": f"{a} {sign} {b}", "output": str(a + b if sign == "+" else a - b)}
     for a, b, sign in product(range(10), range(10), "+-")

@@ -306,7 +306,7 @@ def held(prompt, response):
         time.sleep(0.02)
     return digits(prompt, response)
 settings = {"resume": Path("run").exists(), "overrides": {"env.python_rewards.timeout_s": 1000}}
-settings["overrides"]["cluster.deadlines.generate_s"] = 1000
+settings["overrides"] |= {"cluster.deadlines.generate_s": 1000, "cluster.heartbeat_timeout_s": 10}
 try:
     tandem.train(config(), rewards=[held, right], reward_weights=[1, 2], dataset=ROWS, **settings).wait()
 except tandem.TandemError as error:

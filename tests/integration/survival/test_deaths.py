@@ -23,6 +23,7 @@ from tests.harness.members import RUN
 from tests.harness.runs.by_hand import MEGATRON_TP2, assert_same_results, refits_of, undisturbed_run
 from tests.harness.runs.running import (
     BIN,
+    SOON_MISSED,
     TIMEOUT_S,
     Awake,
     Command,
@@ -277,7 +278,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
 
 
 def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
-    with Command("coordinator", "up", write_config({"grpo": {"max_num_steps": 40}})) as run:
+    with Command("coordinator", "up", write_config({"grpo": {"max_num_steps": 40}, **SOON_MISSED})) as run:
         run.wait_for("step 2/40")
         victim = process_of(run, "rollout")
         victim.send_signal(signal.SIGSTOP)
@@ -288,7 +289,7 @@ def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
 
 
 def test_a_stopped_trainer_is_noticed_by_its_silence() -> None:
-    with Command("coordinator", "up", write_config(merged(LONG, NOBODY_REPLACED))) as run:
+    with Command("coordinator", "up", write_config(merged(merged(LONG, NOBODY_REPLACED), SOON_MISSED))) as run:
         run.wait_for("step 2/1000")
         victim = process_of(run, "trainer")
         victim.send_signal(signal.SIGSTOP)

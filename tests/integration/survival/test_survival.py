@@ -17,6 +17,7 @@ from tests.harness.runs.by_hand import MEGATRON_TP2, assert_same_results, undist
 from tests.harness.runs.harried import LAUNCHED, RUN, harried
 from tests.harness.runs.record_harness import assert_recorded
 from tests.harness.runs.running import (
+    SOON_MISSED,
     Command,
     all_gone,
     coordinator,
@@ -37,7 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_trainers_that_were_started_by_hand_are_awaited_and_one_that_wakes_up_is_told_to_go(undisturbed: Path) -> None:
     over = {"cluster": {"launch": {"trainers": 0, "refit": True}}}
-    config = write_config(merged(RUN, over))
+    config = write_config(merged(merged(RUN, over), SOON_MISSED))
     kill_file("give", 2).write_text("trainer 1 SIGKILL")
     kill_file("give", 5).write_text("trainer 0 SIGSTOP")
     with harried(config) as cluster, contextlib.ExitStack() as started:
@@ -69,7 +70,7 @@ def test_trainers_that_were_started_by_hand_are_awaited_and_one_that_wakes_up_is
 
 
 def test_ranks_of_megatron_that_die_or_hang_are_started_again(tmp_path_factory: pytest.TempPathFactory) -> None:
-    megatron = merged(merged(RUN, MEGATRON_TP2), SHORT)
+    megatron = merged(merged(merged(RUN, MEGATRON_TP2), SHORT), SOON_MISSED)
     undisturbed = undisturbed_run(tmp_path_factory.mktemp("undisturbed"), merged(megatron, LAUNCHED))
     kill_file("give", 2).write_text("trainer 1 SIGKILL")
     kill_file("record", 3).write_text("trainer 0 SIGSTOP")
