@@ -204,7 +204,7 @@ class CheckpointEvaluations(ReportingObserver):
         One that evaluates nothing for `limit_s` is killed.
         """
         super().__init__()
-        self._config, self._journal, self._say, self._run = config, journal, say, journal.folder
+        self._journal, self._say, self._run = journal, say, journal.folder
         self._metric_name = config.checkpointing.metric_name
         self.late_metrics = LateMetrics(journal.values_of(self._metric_name))
         self._amended: Callable[[StepRecord], None] = self._amend_curves
@@ -286,7 +286,7 @@ class CheckpointEvaluations(ReportingObserver):
             if last is not None and step <= last and (evaluation := read_evaluation(self._run, step)) is not None:
                 self._take(evaluation)
         self._look_after(time.monotonic())
-        if (line := self._process.death()) != "":
+        if line := self._process.death():
             self.news.append(line)
         self.late_metrics.are_expected = self._process.is_running
 
