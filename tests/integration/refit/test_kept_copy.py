@@ -57,6 +57,11 @@ def run_with_trainer(config: Path, script: str) -> Iterator[Command]:
             yield run
 
 
+def _engines_of(version: int) -> set[str]:
+    """Return the engines that took a version, together or one after the other."""
+    return {name for refit in refits_of() if refit.version == version for name in refit.engines}
+
+
 @pytest.mark.parametrize(
     "trainers", [{}, {"cluster": {"trainers": 2}}, MEGATRON_TP2], ids=["dtensor", "dp2", "megatron"]
 )
@@ -85,7 +90,7 @@ def test_an_engine_that_is_killed_while_a_step_trains_has_a_successor_before_it_
     training_file(3).touch()
     with run_with_trainer(write_config(merged(ASYNC, BY_HAND)), slow_trainer.__name__) as run:
         run.wait_for("step 2/6")
-        wait_until(lambda: any(refit.version == 2 for refit in refits_of()), lambda: f"version 2 in\n{run.output()}")
+        wait_until(lambda: _engines_of(2) == {"rollout-0", "rollout-1"}, lambda: f"version 2 in\n{run.output()}")
         before = len(refits_of())
         process_of(run, "rollout").kill()
         run.wait_for(r"rollout-0 is lost: killed by SIGKILL.*; another is launched in its place")
@@ -97,10 +102,7 @@ def test_an_engine_that_is_killed_while_a_step_trains_has_a_successor_before_it_
         training_file(3).unlink()
         assert run.wait() == 0, run.output()
     assert [step.step for step in steps_of()] == [*range(1, NUM_STEPS + 1)]
-    assert {name for refit in refits_of() if refit.version == NUM_STEPS for name in refit.engines} == {
-        "rollout-0",
-        "rollout-1",
-    }
+    assert _engines_of(NUM_STEPS) == {"rollout-0", "rollout-1"}
 
 
 def test_a_copy_that_is_not_what_was_trained_ends_the_run() -> None:
