@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tandem.common import keys
 from tandem.common.messages import PROTOCOL_VERSION, FromRollout, Heartbeat, Hello, Shutdown, Welcome
 from tandem.common.wire import Hub, HubPeer, MessageCodec, ThreadStalls, encode
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies, SampleLimits
-from tandem.coordinator.scheduler.events import ProcessJoined, ProcessLost
+from tandem.coordinator.scheduler.events import Event, ProcessJoined, ProcessLost
 from tandem.launch.admission import HeartbeatSettings
+from tests.harness.disk_waits import wait_as_for_disk
 from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
 PULSE = HeartbeatSettings(interval_s=0.1, timeout_s=1.0)
@@ -62,6 +65,40 @@ def test_a_coordinator_that_was_stopped_loses_nobody_for_it_and_then_who_is_sile
     finally:
         socket.close()
         context.term()
+        listening.hub.close()
+
+
+@pytest.mark.parametrize("waits_for", ["disk", "something else"])
+def test_only_who_waits_for_a_disk_sends_heartbeats_meanwhile(waits_for: str) -> None:
+    listening = open_listening()
+    limits = SampleLimits(vocabulary=50, max_tokens=12, max_turns=2)
+    registry = ProcessRegistry(listening, {"rollout": 1}, b"{}", "run", PULSE, Replies(limits))
+    registry.names.register(MEMBER.public)
+    words = [sys.executable, "-c", CHILD, registry.address, keys.encode(MEMBER_KEYS)]
+    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        with registry.beat_in_disk_waits():
+            until = time.monotonic() + WAIT_S
+            events: list[Event] = []
+            while not events and time.monotonic() < until:
+                events = [*registry.receive(0.1)]
+            assert [type(event) for event in events] == [ProcessJoined]
+            if waits_for == "disk":
+                wait_as_for_disk(STALL_S)
+                assert child.poll() is None
+                assert [*registry.receive(0.1)] == []
+                registry.broadcast(Shutdown(reason="done"))
+            else:
+                time.sleep(STALL_S)
+            _, printed = child.communicate(timeout=WAIT_S)
+        if waits_for == "disk":
+            assert child.returncode == 0, printed
+        else:
+            assert child.returncode == 70, printed
+            assert "the coordinator was silent" in printed
+    finally:
+        child.kill()
+        child.wait()
         listening.hub.close()
 
 

@@ -106,6 +106,23 @@ def test_a_loop_that_does_not_go_round_is_missed_though_its_process_is_there(fol
     assert re.fullmatch(r"no sign of life for [1-9]\d* s 1", second), second  # one second, or more on a busy machine
 
 
+def test_a_loop_that_waits_for_a_disk_is_not_missed(folder: Path) -> None:
+    code, lives = supervised(
+        folder,
+        f"""
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        from tests.harness.disk_waits import wait_as_for_disk
+
+        supervision.start()
+        supervision.show_life()
+        wait_as_for_disk({4 * ROUND_S})
+        supervision.show_life()
+        supervision.leave_loop()
+        """,
+    )
+    assert (code, lives) == (0, [" 0"])
+
+
 def test_one_bound_is_for_all_that_is_replaced_the_coordinator_included(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

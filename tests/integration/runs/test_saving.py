@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.processes import slow_disk_coordinator
+from tests.harness.processes.slow_disk_coordinator import DISK_S
 from tests.harness.processes.slow_trainer import NO_MEMORY, busy_file
 from tests.harness.runs.by_hand import assert_same_results, undisturbed_run
 from tests.harness.runs.running import (
+    Command,
     merged,
     steps_of,
     weights_of,
@@ -56,3 +59,12 @@ def test_without_memory_for_a_copy_the_run_says_so_and_waits(undisturbed: Path) 
         said = re.findall(r"^training has waited for a checkpoint to be written: .* only if 2 fit", run.output(), re.M)
     assert len(said) == 3
     assert_same_results("run", undisturbed)
+
+
+def test_a_journal_whose_disk_does_not_answer_costs_no_process() -> None:
+    """Longer than what counts as lost: others would end, or be replaced."""
+    config = write_config({"grpo": {"max_num_steps": 4}, "cluster": {"heartbeat_timeout_s": DISK_S / 2}})
+    with Command(slow_disk_coordinator.__name__, "up", config) as run:
+        assert run.wait() == 0, run.output()
+    assert " is lost" not in run.output()
+    assert [step.step for step in steps_of()] == [1, 2, 3, 4]

@@ -28,6 +28,8 @@ _SAYING_S = 0.5
 """How long a child may take to print its stack."""
 _ENDED_S = 5.0
 """How long the kernel may take to end killed processes."""
+LONGEST_DISK_WAIT_S = 300.0
+"""How long a process that waits for a disk counts as alive: nothing waits for ever."""
 _WAKING = (signal.SIGCHLD, signal.SIGTERM, signal.SIGCONT)
 """Signals that have a guardian look at its child and its owner."""
 _EXITING = 0x4
@@ -91,6 +93,11 @@ def list_descendants(pid: int) -> list[int]:
 def is_stopped(pid: int) -> bool:
     """Tell whether a process is stopped by a signal, or by a debugger."""
     return (status := _read_status(pid)) is not None and status.state in ("T", "t")
+
+
+def is_waiting_for_disk(pid: int) -> bool:
+    """Tell whether a process or a thread waits for a disk, or for another device, and can do nothing else."""
+    return (status := _read_status(pid)) is not None and status.state == "D"
 
 
 def count_processor_seconds(pid: int) -> float:
@@ -352,7 +359,7 @@ class _Status(NamedTuple):
 
 
 def _read_status(pid: int) -> _Status | None:
-    """Return what ``/proc/PID/stat`` says of a process; None if it has ended."""
+    """Return what ``/proc/PID/stat`` says of a process or a thread; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tandem.common import signals
 from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import BAD_INPUT, FAILED, INTERRUPTED, OK, RunFolderError
-from tandem.common.process_lifetime import adopt_orphans, list_descendants
+from tandem.common.process_lifetime import LONGEST_DISK_WAIT_S, adopt_orphans, is_waiting_for_disk, list_descendants
 
 if TYPE_CHECKING:
     import socket
@@ -50,6 +50,8 @@ _LIVED_S = 600.0
 """Life of a coordinator after which the next pause is the first again."""
 _LOOK_S, _LOOKED_S = 0.1, 1.0
 """Interval between two looks, and the delay from which a look counts as late."""
+_AFTER_DISK_S = 5.0
+"""Time for a coordinator's next sign of life, once its disk has answered."""
 
 
 class _End(NamedTuple):
@@ -90,6 +92,8 @@ class Supervisor:
         """Process id of the coordinator."""
         self._alive_by = math.inf
         """Time by which its next heartbeat is due."""
+        self._spared_until = 0.0
+        """Time until which it is not killed for silence, since it has waited for a disk."""
         self._silent_s: float | None = None
         """Length of its silence, if it was killed for that."""
         self._kept: dict[int, str] = {}
@@ -210,8 +214,11 @@ class Supervisor:
             if self._kept.pop(pid, None) is not None:
                 say(coordinator, ProcessEnd(pid, code))
         if heard_of > self._alive_by and self._silent_s is None and self._pid is not None:
-            self._silent_s = heard_of - self._alive_by + self._within_s
-            os.kill(self._pid, signal.SIGKILL)
+            if heard_of - self._alive_by < LONGEST_DISK_WAIT_S and is_waiting_for_disk(self._pid):
+                self._spared_until = heard_of + _AFTER_DISK_S
+            elif heard_of > self._spared_until:
+                self._silent_s = heard_of - self._alive_by + self._within_s
+                os.kill(self._pid, signal.SIGKILL)
 
     def _hear(self, coordinator: socket.socket) -> None:
         """Take the coordinator's messages."""

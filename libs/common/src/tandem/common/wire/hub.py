@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import zmq
@@ -31,7 +32,10 @@ class HubPeer(NamedTuple):
 
 
 class Hub:
-    """A ROUTER socket: the coordinator's, or that of a rollout's samples. Used by one thread."""
+    """A ROUTER socket: the coordinator's, or that of a rollout's samples.
+
+    Used by one thread. Another may `send_if_idle`.
+    """
 
     def __init__(
         self, address: str, key_pair: KeyPair, admitted: AdmittedKeys, *, max_bytes: int = MOST_BYTES_OF_REPLY
@@ -49,6 +53,8 @@ class Hub:
         self._socket = make_router(self._context, key_pair, max_bytes)
         self._waker: Waker | None = None
         self._awaited: zmq.Socket[bytes] | zmq.Poller = self._socket
+        self._in_use = threading.Lock()
+        """Held while a thread uses the socket, which is for one at a time."""
         self._gatekeeper = Gatekeeper(self._context, admitted, self._socket)
         try:
             self._socket.bind(address)
@@ -66,23 +72,30 @@ class Hub:
 
     def send(self, peer: HubPeer, frames: Frames) -> bool:
         """Send to one peer; return False if its connection is gone."""
+        with self._in_use:
+            return self._send(peer, frames)
+
+    def send_if_idle(self, peers: Iterable[HubPeer], frames: Frames) -> None:
+        """Send to peers, unless the hub's own thread uses the socket or has closed it. For any thread."""
+        if not self._in_use.acquire(blocking=False):
+            return
         try:
-            self._socket.send_multipart([peer.identity, *frames], copy=False)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
-            raise
-        return True
+            for peer in peers if not self._socket.closed else ():
+                self._send(peer, frames)
+        finally:
+            self._in_use.release()
 
     def receive(self, timeout_s: float) -> Iterator[tuple[HubPeer, Frames]]:
         """Wait up to `timeout_s` for a first message, then yield all that have arrived from admitted clients."""
-        if not self._awaited.poll(int(timeout_s * 1000)):
-            return
+        with self._in_use:
+            if not self._awaited.poll(int(timeout_s * 1000)):
+                return
         if self._waker is not None:
             self._waker.clear()
         with contextlib.suppress(zmq.Again):
             while True:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                with self._in_use:
+                    identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 peer = HubPeer(identity.bytes, curve.derive_key(identity))
                 if peer.key in self._admitted:  # it may have been removed since the client connected
                     yield peer, [*map(memory_of, frames)]
@@ -96,10 +109,21 @@ class Hub:
                 poller.register(event_source, zmq.POLLIN)
         return self._waker.wake
 
+    def _send(self, peer: HubPeer, frames: Frames) -> bool:
+        """Send to one peer, as `send` does; the thread must hold the lock."""
+        try:
+            self._socket.send_multipart([peer.identity, *frames], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
     def close(self) -> None:
         """Close the socket, giving sent messages a second to leave."""
         if self._waker is not None:
             self._waker.close()
-        self._socket.close()
+        with self._in_use:
+            self._socket.close()
         self._context.term()
         self._gatekeeper.join()

@@ -202,7 +202,11 @@ class RunAttempts:
         outcome: Outcome = "failed"
         # While a new process starts, the others must still get their heartbeats.
         fork_server = self._invocation.fork_server
-        with signals.hear_signals(self._lasting.interrupts.hear), fork_server.call_meanwhile(self._registry.beat):
+        with (
+            signals.hear_signals(self._lasting.interrupts.hear),
+            fork_server.call_meanwhile(self._registry.beat),
+            self._registry.beat_in_disk_waits(),
+        ):
             try:
                 finish = self._carry_out_all(start)
                 outcome = finish.outcome

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from tandem.common.messages import (
     Shutdown,
 )
 from tandem.common.texts import shorten
+from tandem.coordinator.processes.disk_waits import send_heartbeats_in_disk_waits
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.scheduler.events import (
     CommandErred,
@@ -196,6 +198,13 @@ class ProcessRegistry:
             self.broadcast(Heartbeat())
             if not self._keys.are_told:
                 self._keys.tell()
+
+    def beat_in_disk_waits(self) -> contextlib.AbstractContextManager[None]:
+        """Have heartbeats sent to all processes whenever the calling thread waits for a disk."""
+        return send_heartbeats_in_disk_waits(self._hub, self._list_peers, self._heartbeat.interval_s)
+
+    def _list_peers(self) -> list[wire.HubPeer]:
+        return [*self._by_peer]
 
     def _make_event(self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float) -> Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
