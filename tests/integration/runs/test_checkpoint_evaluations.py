@@ -127,7 +127,7 @@ def test_a_killed_evaluation_and_a_killed_coordinator_lose_nothing(
         first.kill()
         second = await_follower(run, first)
         second.suspend()
-        run.wait_for("the evaluation of checkpoints ended with code -9; it is started again")
+        run.wait_for("the evaluation of checkpoints was killed by SIGKILL; it is started again")
         wait_until(lambda: second.status() != psutil.STATUS_STOPPED, run.output)
         run.wait_for(f"step {PERIOD}/{STEPS}")
         everything = run.children()

@@ -14,24 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from tandem.common.errors import RunFolderError
 from tandem.common.files import replace_file
-from tandem.common.process_lifetime import continue_stopped, is_stopped
-from tandem.common.texts import read_last_lines
 from tandem.config import Config, config_from_json, config_to_json
 from tandem.coordinator.observers.observer import ReportingObserver
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import FinishRun
-from tandem.launch.child import KILLED_S, select_within
+from tandem.launch.helper_process import HelperProcess
 from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, LateMetrics
 from tandem.observe.run_folder.curves import CurvesFile
@@ -47,8 +47,6 @@ _LOOK_S = 5.0
 """Pause between looks at whether the process is stopped, or stuck."""
 _END_S = 10.0
 """Time for the process to end its engines, before it is killed."""
-_MOST_STARTS, _WINDOW_S = 3, 600.0
-"""Most starts of the process within the window; then it stays dead."""
 
 
 class FollowerOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,91 +105,64 @@ class FollowerProcess:
 
     def __init__(self, run: Path, gpus: tuple[int, ...] | None) -> None:
         self._run, self._gpus = run, gpus
-        self._log = run / "logs" / "evaluation.log"
-        self._started_at: list[float] = []
         self._ends = False
-        self._process: subprocess.Popen[bytes] | None = self._start()
+        log = run / "logs" / "evaluation.log"
+        self._helper = HelperProcess(
+            "the evaluation of checkpoints", log, self._start, ": evaluate them by coordinator eval"
+        )
+        self.wake, self.kill = self._helper.wake, self._helper.kill
 
     @property
     def is_running(self) -> bool:
         """Whether it runs, or may be started again."""
-        return self._process is not None
+        return self._helper.process is not None
 
     def end_after_all(self) -> None:
         """Have it end by itself, once every checkpoint has been evaluated."""
         self._ends = True
-        self._tell()
+        self._hang_up(self._helper.process)
 
     def death(self) -> str:
         """Return how it died, and start it again; empty while it runs, when it has ended in order, and when it is dead.
 
         One that dies often stays dead.
         """
-        if self._process is None or (code := self._process.poll()) is None:
+        process = self._helper.process
+        if process is None or (code := process.poll()) is None:
             return ""
-        self._hang_up(self._process)
-        self._process = None
+        self._hang_up(process)
         if code == 0 and self._ends:
+            self._helper.process = None
             return ""
-        self._started_at = select_within(_WINDOW_S, time.monotonic(), self._started_at)
-        if len(self._started_at) <= _MOST_STARTS:
-            self._process = self._start()
-            self._tell()
-            return f"the evaluation of checkpoints ended with code {code}; it is started again"
-        lines = " | ".join(read_last_lines(self._log, 2)) or "nothing"
-        return (
-            f"the evaluation of checkpoints ended with code {code}; the run goes on without it: evaluate them by "
-            f"coordinator eval. Last in {self._log}: {lines}"
-        )
-
-    def wake(self) -> None:
-        """Have it continue, if it was stopped from outside."""
-        if self._process is not None and is_stopped(self._process.pid):
-            continue_stopped(self._process.pid)
-
-    def kill(self) -> None:
-        """Kill it: `death` finds it, and starts it again."""
-        if self._process is not None:
-            self._process.kill()
+        return self._helper.death()
 
     def close(self) -> None:
         """End it now."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(KILLED_S)
+        process = self._helper.process
+        self._helper.end(signal.SIGTERM, _END_S)
         self._hang_up(process)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._started_at.append(time.monotonic())
+    def _start(self, log: BinaryIO) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         if self._gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tandem.coordinator.evaluation.follower", str(self._run), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                process_group=0,  # Ctrl-C in a terminal is for the coordinator
-            )
-
-    def _tell(self) -> None:
-        """Tell it, if it is to end after all checkpoints."""
-        if self._ends and self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # it has just died, which `death` finds
-                self._process.stdin.close()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem.coordinator.evaluation.follower", str(self._run), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            process_group=0,  # Ctrl-C in a terminal is for the coordinator
+        )
+        if self._ends:
+            self._hang_up(process)
+        return process
 
     @staticmethod
-    def _hang_up(process: subprocess.Popen[bytes]) -> None:
-        if process.stdin is not None:
-            with contextlib.suppress(OSError):
+    def _hang_up(process: subprocess.Popen[bytes] | None) -> None:
+        """Close its standard input: no more checkpoints will come."""
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has just died, which `death` finds
                 process.stdin.close()
 
 
@@ -282,17 +253,21 @@ class CheckpointEvaluations(ReportingObserver):
     def _look(self) -> None:
         """Take evaluations to the journal, and look after the process."""
         last = self._journal.last_step()
-        for step in self._list_waiting():
+        waiting = self._list_waiting()
+        for step in waiting:
             if last is not None and step <= last and (evaluation := read_evaluation(self._run, step)) is not None:
                 self._take(evaluation)
-        self._look_after(time.monotonic())
+        self._look_after(time.monotonic(), is_waiting=bool(waiting))
         if line := self._process.death():
             self.news.append(line)
         self.late_metrics.are_expected = self._process.is_running
 
-    def _look_after(self, now: float) -> None:
-        """Wake a process that was stopped, and kill one that takes longer than its own deadlines allow."""
-        if not self._list_waiting():
+    def _look_after(self, now: float, *, is_waiting: bool) -> None:
+        """Wake a process that was stopped, and kill one that takes longer than its own deadlines allow.
+
+        `is_waiting` says whether there was a checkpoint to evaluate.
+        """
+        if not is_waiting:
             self._taken_at = now
         if now - self._looked_after_at < _LOOK_S:
             return
