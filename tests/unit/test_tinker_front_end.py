@@ -40,13 +40,21 @@ from tandem.trainer.calls.calls import LOSSES
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """Return a field as protobuf writes it."""
-    return proto._put(number, value)
+    """Return a field as protobuf's documentation of its encoding has it: a tag, and a number or bytes of a length."""
+    is_number = isinstance(value, int)
+    content = varint(value) if isinstance(value, int) else varint(len(value)) + value
+    return varint(number << 3 | (0 if is_number else 2)) + content
+
+
+def varint(value: int) -> bytes:
+    """Return a number in groups of seven bits, the lowest first; all but the last have the highest bit set."""
+    groups = [value >> shift & 0x7F for shift in range(0, max(1, value.bit_length()), 7)]
+    return bytes([*(group | 0x80 for group in groups[:-1]), groups[-1]])
 
 
 def tensor(values: Any, dtype: str, *shape: int) -> bytes:
     """Return a dense tensor."""
-    sizes = b"".join(map(proto._number, shape or (len(values),)))
+    sizes = b"".join(map(varint, shape or (len(values),)))
     return field(1, np.array(values, dtype).tobytes()) + field(3, 1 if dtype == "f4" else 2) + field(4, sizes)
 
 
@@ -86,6 +94,9 @@ def test_a_request_is_read_as_it_was_written() -> None:
         (field(2, entry("weights", tensor([1, 2], "f4", 3))), "has 2 numbers, and its shape says 3"),
         (field(2, entry("weights", field(3, 4))), "must be float32 or int64"),
         (b"\x0a\x7f", "is cut off"),
+        (field(1, field(1, field(1, b"abc"))), "no whole tokens"),
+        (field(1, b""), "a chunk is empty"),
+        (field(2, entry("weights", tensor([1, 2], "f4") + field(7, 1))), "weights: an unknown field 7"),
         (field(9, b""), "an unknown field 9"),
     ],
 )

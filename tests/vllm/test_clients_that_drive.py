@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.schema.policy import NewModel
 from tandem.samples.model_files import write_new_model
-from tandem.serving.tinker.proto import _fields
+from tandem.serving.tinker.proto import CLASSES
 from tests.harness.runs.running import TIMEOUT_S, TINY, merged, process_of
 from tests.harness.tinker.server import MODEL, Served, served
 
@@ -110,15 +110,12 @@ def _question(sampler_id: str, seq_id: int, num_samples: int) -> dict[str, Any]:
 
 
 def _found(answer: bytes) -> Found:
-    samples, likeliest = [], list[list[float]]()
-    for number, value in _fields(answer):
-        assert isinstance(value, bytes)
-        parts = dict(_fields(value))
-        if number == 1:
-            tokens, logprobs = (np.frombuffer(bytes(parts[at]), dtype) for at, dtype in ((2, "<i4"), (3, "<f4")))
-            samples.append((tokens.tolist(), logprobs.tolist()))
-        elif number == 3:
-            likeliest = np.frombuffer(bytes(parts[2]), "<f4").reshape(-1, 3).tolist()
+    response = CLASSES["SampleResponse"].FromString(answer)
+    samples = [
+        (np.frombuffer(each.tokens, "<i4").tolist(), np.frombuffer(each.logprobs, "<f4").tolist())
+        for each in response.sequences
+    ]
+    likeliest = np.frombuffer(response.topk_prompt_logprobs.logprobs, "<f4").reshape(-1, 3).tolist()
     return samples, likeliest
 
 

@@ -1,31 +1,112 @@
-"""The five protobuf messages of the SDK that the front end reads and writes, by their field numbers.
+"""The protobuf messages of the SDK that the front end reads and writes.
 
-The SDK sends the data of a gradient as protobuf, and takes that and samples only as protobuf. The numbers are those of
-its ``tinker_public.proto``. All input is checked: `MalformedMessage` says what is wrong.
+The SDK sends the data of a gradient as protobuf, and takes that and samples only as protobuf. Names and numbers of
+fields are those of its ``tinker_public.proto`` (0.38). All input is checked: `MalformedMessage` says what is wrong.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.unknown_fields import UnknownFieldSet
 from numpy.typing import NDArray
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
-_MOST_BITS = 70
 STOP_REASONS = {"stop": 0, "length": 1}
 
 _NO_LOGPROB = -99999.0
 """Log-probability, of token 0, that stands for none."""
+_PACKAGE = "tandem.tinker"
+_FIELDS: dict[str, dict[str, tuple[int, str]]] = {
+    # Texts and messages that are decoded one by one, so that an error names its place, are bytes: so they look on the
+    # wire. An entry of a map is a message with a key and a value there.
+    "ForwardBackwardRequest": {
+        "model_id": (1, "bytes"),
+        "seq_id": (2, "int32"),
+        "data": (3, "repeated bytes"),
+        "loss_fn": (4, "bytes"),
+        "loss_fn_config": (5, "repeated bytes"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "repeated bytes"),
+    },
+    "NumberEntry": {"key": (1, "bytes"), "value": (2, "double")},
+    "SettingEntry": {"key": (1, "bytes"), "value": (2, "LossConfigValue")},
+    "LossConfigValue": {"number": (1, "double"), "text": (2, "bytes")},
+    "Datum": {
+        "model_input": (1, "repeated Chunk"),
+        "loss_fn_inputs": (2, "repeated TensorEntry"),
+        "model_input_spans": (3, "repeated bytes"),
+        "loss_fn_input_spans": (4, "repeated bytes"),
+    },
+    "Chunk": {"encoded_text": (1, "EncodedTextChunk"), "image": (2, "bytes"), "dmel": (3, "bytes")},
+    "EncodedTextChunk": {"tokens": (1, "bytes")},
+    "TensorEntry": {"key": (1, "bytes"), "value": (2, "Tensor")},
+    "Tensor": {
+        "dense": (1, "bytes"),
+        "sparse_csr": (2, "bytes"),
+        "dtype": (3, "int32"),
+        "shape": (4, "repeated int64"),
+    },
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "bytes"),
+        "loss_fn_outputs": (2, "repeated ArrayRecord"),
+        "metrics": (3, "repeated NumberEntry"),
+    },
+    "ArrayRecord": {"fields": (2, "repeated BatchedTensorEntry"), "num_datums": (3, "int32")},
+    "BatchedTensorEntry": {"key": (1, "bytes"), "value": (2, "BatchedTensor")},
+    "BatchedTensor": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32")},
+    "SampleResponse": {
+        "sequences": (1, "repeated SampledSequence"),
+        "prompt_logprobs": (2, "bytes"),
+        "topk_prompt_logprobs": (3, "TopkLogprobs"),
+    },
+    "SampledSequence": {
+        "stop_reason": (1, "int32"),
+        "tokens": (2, "bytes"),
+        "logprobs": (3, "bytes"),
+        "topk_sampled_logprobs": (4, "TopkLogprobs"),
+    },
+    "TopkLogprobs": {
+        "token_ids": (1, "bytes"),
+        "logprobs": (2, "bytes"),
+        "k": (3, "uint32"),
+        "length": (4, "uint32"),
+    },
+}
+"""Number and type of the fields that are read or written, by message."""
 
-Value = int | bytes
 Likeliest = Sequence[tuple[int, float]]
 """Tokens with their log-probabilities, the likeliest first."""
+
+
+def _make_classes() -> dict[str, Any]:
+    """Return the class of each message, from a pool of its own: the SDK has the same names."""
+    file = FileDescriptorProto(name="tandem/tinker.proto", package=_PACKAGE, syntax="proto2")
+    for message, fields in _FIELDS.items():
+        description = file.message_type.add(name=message)
+        for name, (number, words) in fields.items():
+            *repeated, type_name = words.split()
+            label = FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
+            field = description.field.add(name=name, number=number, label=label)
+            if type_name in _FIELDS:
+                field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{_PACKAGE}.{type_name}"
+            else:
+                field.type = FieldDescriptorProto.Type.Value(f"TYPE_{type_name.upper()}")
+    pool = DescriptorPool()
+    pool.Add(file)
+    return {name: GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _FIELDS}
+
+
+CLASSES = _make_classes()
+"""Class of each message, by name."""
 
 
 class MalformedMessage(Exception):
@@ -58,80 +139,49 @@ class GradientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_gradient_request(body: bytes) -> GradientRequest:
     """Read a request. Raises `MalformedMessage` for one that does not say which it is: the client's numbers go on."""
-    model_id, loss, seq_id, is_forward, problem = "", "", 0, False, ""
+    request = _decode("ForwardBackwardRequest", body, "the request")
+    problems: list[str] = []
     data: list[TrainingDatum] = []
-    old: dict[str, float | str] = {}
-    new: dict[str, float | str] = {}
-    for number, value in _fields(body):
+    settings: dict[str, float | str] = {}
+    model_id = loss = ""
+    try:
+        model_id = _text(request.model_id)
+        loss = _text(request.loss_fn)
+        _refuse_unknown(request, "")
+        settings = _settings(request)
+    except MalformedMessage as error:
+        problems.append(str(error))
+    for index, encoded in enumerate(request.data):
         try:
-            match number, value:
-                case 1, bytes():
-                    model_id = _text(value)
-                case 2, int():
-                    seq_id = value
-                case 3, bytes():
-                    data.append(_datum(value))
-                case 4, bytes():
-                    loss = _text(value)
-                case 5, bytes():
-                    name, setting = _entry(value)
-                    old[name] = _double(setting)
-                case 6, int():
-                    is_forward = bool(value)
-                case 7, bytes():
-                    name, setting = _entry(value)
-                    new[name] = _setting(setting)
-                case _:
-                    raise MalformedMessage(f"an unknown field {number}")
+            data.append(_datum(encoded))
         except MalformedMessage as error:
-            place = f"data[{len(data)}]: " if number == 3 else ""
-            problem = problem or f"{place}{error}"
+            problems.append(f"data[{index}]: {error}")
+            break
     if not model_id:
-        raise MalformedMessage(problem or "it names no model")
+        raise MalformedMessage(next(iter(problems), "it names no model"))
     return GradientRequest(
         model_id=model_id,
-        seq_id=seq_id,
+        seq_id=request.seq_id,
         data=tuple(data),
         loss=loss,
-        settings=new or old,
-        is_forward=is_forward,
-        problem=problem,
+        settings=settings,
+        is_forward=request.forward_only,
+        problem=next(iter(problems), ""),
     )
 
 
-def _fields(body: bytes) -> Iterator[tuple[int, Value]]:
-    """Yield the fields of a message: number, and an integer or bytes."""
-    at, size = 0, len(body)
-    while at < size:
-        tag, at = _varint(body, at)
-        kind, number = tag & 7, tag >> 3
-        if kind == _VARINT:
-            value, at = _varint(body, at)
-            yield number, value
-            continue
-        if kind == _BYTES:
-            length, at = _varint(body, at)
-        elif kind in (_FIXED64, _FIXED32):
-            length = 8 if kind == _FIXED64 else 4
-        else:
-            raise MalformedMessage(f"no field has the wire type {kind}")
-        if at + length > size:
-            raise MalformedMessage(f"field {number} is cut off")
-        yield number, body[at : at + length]
-        at += length
+def _decode(message: str, body: bytes, title: str) -> Any:
+    """Decode a message. Raises `MalformedMessage` if it is cut off, or not a message at all."""
+    try:
+        return CLASSES[message].FromString(body)
+    except DecodeError as error:
+        raise MalformedMessage(f"{title} is cut off, or is no {message}") from error
 
 
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(body) or shift >= _MOST_BITS:
-            raise MalformedMessage("a number is cut off, or too long")
-        byte = body[at]
-        value |= (byte & 0x7F) << shift
-        at += 1
-        if byte < 0x80:
-            return value, at
-        shift += 7
+def _refuse_unknown(message: Any, title: str) -> None:
+    """Refuse a field that is not known, or is of another type. Raises `MalformedMessage`."""
+    for field in UnknownFieldSet(message):
+        raise MalformedMessage(f"{title}an unknown field {field.field_number}")
 
 
 def _text(value: bytes) -> str:
@@ -141,91 +191,61 @@ def _text(value: bytes) -> str:
         raise MalformedMessage("a text is not UTF-8") from error
 
 
-def _double(value: Value) -> float:
-    if isinstance(value, int) or len(value) not in (0, 8):
-        raise MalformedMessage("a number is no double")
-    return float(struct.unpack("<d", value)[0]) if value else 0.0
+def _settings(request: Any) -> dict[str, float | str]:
+    """Return the settings of the loss: those of version 2, if there are any."""
+    numbers: dict[str, float | str] = {}
+    values: dict[str, float | str] = {}
+    for encoded in request.loss_fn_config:
+        entry = _decode("NumberEntry", encoded, "loss_fn_config")
+        _refuse_unknown(entry, "loss_fn_config: ")
+        numbers[_text(entry.key)] = entry.value
+    for encoded in request.loss_fn_config_v2:
+        entry = _decode("SettingEntry", encoded, "loss_fn_config_v2")
+        value = entry.value
+        if value.HasField("number"):
+            values[_text(entry.key)] = value.number
+        elif value.HasField("text"):
+            values[_text(entry.key)] = _text(value.text)
+        else:
+            raise MalformedMessage("loss_fn_config_v2: a value has neither number nor text")
+    return values or numbers
 
 
-def _entry(body: bytes) -> tuple[str, Value]:
-    """Read an entry of a map."""
-    key = ""
-    value: Value = b""
-    for number, content in _fields(body):
-        if number == 1 and isinstance(content, bytes):
-            key = _text(content)
-        elif number == 2:
-            value = content
-    return key, value
-
-
-def _setting(body: Value) -> float | str:
-    for number, content in _fields(body) if isinstance(body, bytes) else ():
-        if number == 1:
-            return _double(content)
-        if number == 2 and isinstance(content, bytes):
-            return _text(content)
-    raise MalformedMessage("loss_fn_config_v2: a value has neither number nor text")
-
-
-def _datum(body: bytes) -> TrainingDatum:
-    chunks: list[NDArray[np.int32]] = []
-    inputs: dict[str, NDArray[np.float32] | NDArray[np.int64]] = {}
-    for number, value in _fields(body):
-        if not isinstance(value, bytes):
-            raise MalformedMessage(f"Datum: field {number} is no message")
-        if number == 1:
-            chunks.append(_chunk(value))
-        elif number == 2:
-            name, tensor = _entry(value)
-            if not isinstance(tensor, bytes):
-                raise MalformedMessage("Datum.loss_fn_inputs: a value is no tensor")
-            inputs[name] = _tensor(name, tensor)
-        elif number not in (3, 4):  # provenance, which is for another loss
-            raise MalformedMessage(f"Datum: an unknown field {number}")
+def _datum(encoded: bytes) -> TrainingDatum:
+    datum = _decode("Datum", encoded, "it")
+    _refuse_unknown(datum, "Datum: ")
+    chunks = [_chunk(chunk) for chunk in datum.model_input]
+    inputs = {}
+    for entry in datum.loss_fn_inputs:
+        name = _text(entry.key)
+        inputs[name] = _tensor(name, entry.value)
     token_ids = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int32)
     return TrainingDatum(token_ids=token_ids, inputs=inputs)
 
 
-def _chunk(body: bytes) -> NDArray[np.int32]:
-    for number, value in _fields(body):
-        if number != 1:
-            raise MalformedMessage("model_input: images and audio are not served; only encoded_text is")
-        for inner, tokens in _fields(value) if isinstance(value, bytes) else ():
-            if inner == 1 and isinstance(tokens, bytes) and len(tokens) % 4 == 0:
-                return np.frombuffer(tokens, dtype="<i4").astype(np.int32)
-        return np.zeros(0, dtype=np.int32)
-    raise MalformedMessage("model_input: a chunk is empty")
+def _chunk(chunk: Any) -> NDArray[np.int32]:
+    if chunk.HasField("image") or chunk.HasField("dmel") or len(UnknownFieldSet(chunk)):
+        raise MalformedMessage("model_input: images and audio are not served; only encoded_text is")
+    if not chunk.HasField("encoded_text"):
+        raise MalformedMessage("model_input: a chunk is empty")
+    tokens = chunk.encoded_text.tokens
+    if len(tokens) % 4:
+        raise MalformedMessage("model_input: its bytes are no whole tokens")
+    return np.frombuffer(tokens, dtype="<i4").astype(np.int32)
 
 
-def _tensor(name: str, body: bytes) -> NDArray[np.float32] | NDArray[np.int64]:
+def _tensor(name: str, tensor: Any) -> NDArray[np.float32] | NDArray[np.int64]:
     """Read a tensor of one dimension."""
-    dense = b""
-    dtype, shape = 0, list[int]()
-    for number, value in _fields(body):
-        match number, value:
-            case 1, bytes():
-                dense = value
-            case 2, _:
-                raise MalformedMessage(
-                    f"{name}: sparse tensors, which several targets at a position have, are not served"
-                )
-            case 3, int():
-                dtype = value
-            case 4, bytes():  # packed
-                at = 0
-                while at < len(value):
-                    size, at = _varint(value, at)
-                    shape.append(size)
-            case 4, int():
-                shape.append(value)
-            case _:
-                raise MalformedMessage(f"{name}: an unknown field {number} of a tensor")
-    if dtype not in _DTYPES:
+    if tensor.HasField("sparse_csr"):
+        raise MalformedMessage(f"{name}: sparse tensors, which several targets at a position have, are not served")
+    _refuse_unknown(tensor, f"{name}: ")
+    if tensor.dtype not in _DTYPES:
         raise MalformedMessage(f"{name}: must be float32 or int64")
-    if len(dense) % _DTYPES[dtype].itemsize:
+    dtype = _DTYPES[tensor.dtype]
+    if len(tensor.dense) % dtype.itemsize:
         raise MalformedMessage(f"{name}: its bytes are no whole numbers")
-    values: NDArray[Any] = np.frombuffer(dense, dtype=_DTYPES[dtype])
+    values: NDArray[Any] = np.frombuffer(tensor.dense, dtype=dtype)
+    shape = tensor.shape
     if len(shape) > 1:
         raise MalformedMessage(f"{name}: has {len(shape)} dimensions; several targets at a position are not served")
     if shape and shape[0] != len(values):
@@ -238,12 +258,15 @@ def _tensor(name: str, body: bytes) -> NDArray[np.float32] | NDArray[np.int64]:
 
 def gradient_output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
     """Return a ``ForwardBackwardOutput`` with the log-probabilities of each sequence."""
-    ends = np.concatenate([[0], np.cumsum([4 * len(each) for each in logprobs])]).astype("<i8")
-    data = b"".join(each.astype("<f4").tobytes() for each in logprobs)
-    batched = _put(1, data) + _put(2, ends.tobytes()) + _put(3, _FLOAT32)
-    record = _put(2, _put(1, b"logprobs") + _put(2, batched)) + _put(3, len(logprobs))
-    named = b"".join(_put(3, _put(1, name.encode()) + _put_double(2, value)) for name, value in metrics.items())
-    return _put(1, b"ArrayRecord") + _put(2, record) + named
+    output = CLASSES["ForwardBackwardOutput"](loss_fn_output_type=b"ArrayRecord")
+    record = output.loss_fn_outputs.add(num_datums=len(logprobs))
+    tensor = record.fields.add(key=b"logprobs").value
+    tensor.data = b"".join(each.astype("<f4").tobytes() for each in logprobs)
+    tensor.offsets = np.cumsum([0, *(4 * len(each) for each in logprobs)]).astype("<i8").tobytes()
+    tensor.dtype = _FLOAT32
+    for name, value in metrics.items():
+        output.metrics.add(key=name.encode(), value=value)
+    return bytes(output.SerializeToString())
 
 
 class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,45 +294,28 @@ def sample_output(
         num_of_samples: how many likeliest tokens were asked for at the place of each sampled one.
 
     """
-    parts = []
+    output = CLASSES["SampleResponse"]()
     for sequence in sequences:
-        tokens = np.asarray(sequence.token_ids, dtype="<i4").tobytes()
-        logprobs = np.asarray(sequence.logprobs, dtype="<f4").tobytes()
-        fields = _put(1, STOP_REASONS[sequence.stop_reason]) + _put(2, tokens) + _put(3, logprobs)
+        sample = output.sequences.add(
+            stop_reason=STOP_REASONS[sequence.stop_reason],
+            tokens=np.asarray(sequence.token_ids, dtype="<i4").tobytes(),
+            logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
+        )
         if num_of_samples:
-            fields += _put(4, _likeliest(sequence.likeliest, num_of_samples))
-        parts.append(_put(1, fields))
+            _fill(sample.topk_sampled_logprobs, sequence.likeliest, num_of_samples)
     if prompt_logprobs is not None:
-        parts.append(_put(2, prompt_logprobs.astype("<f4").tobytes()))
+        output.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     if likeliest is not None:
-        parts.append(_put(3, _likeliest(*likeliest)))
-    return b"".join(parts)
+        _fill(output.topk_prompt_logprobs, *likeliest)
+    return bytes(output.SerializeToString())
 
 
-def _likeliest(places: Sequence[Likeliest], num: int) -> bytes:
-    """Return a ``TopkLogprobs``: a row of `num` tokens for each place, filled up with what stands for none."""
+def _fill(table: Any, places: Sequence[Likeliest], num: int) -> None:
+    """Fill a ``TopkLogprobs``: a row of `num` tokens for each place, filled up with what stands for none."""
     token_ids = np.zeros((len(places), num), dtype="<i4")
     logprobs = np.full((len(places), num), _NO_LOGPROB, dtype="<f4")
     for row, candidates in enumerate(places):
         for column, (token_id, logprob) in enumerate(candidates[:num]):
             token_ids[row, column], logprobs[row, column] = token_id, logprob
-    return _put(1, token_ids.tobytes()) + _put(2, logprobs.tobytes()) + _put(3, num) + _put(4, len(places))
-
-
-def _put(number: int, value: Value) -> bytes:
-    if isinstance(value, int):
-        return _number(number << 3 | _VARINT) + _number(value)
-    return _number(number << 3 | _BYTES) + _number(len(value)) + value
-
-
-def _put_double(number: int, value: float) -> bytes:
-    return _number(number << 3 | _FIXED64) + struct.pack("<d", value)
-
-
-def _number(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+    table.token_ids, table.logprobs = token_ids.tobytes(), logprobs.tobytes()
+    table.k, table.length = num, len(places)
