@@ -161,8 +161,8 @@ class RunCurves:
         """Cached columns; the last one is the most recently requested."""
         self._names: dict[str, None] = {}
         self._names_to = 0
-        self._num_late = 0
-        """Number of times that metrics were added to steps that had finished."""
+        self._last_event = 0
+        """Newest event of the journal that was looked at."""
 
     def names(self) -> list[MetricName]:
         """Return the names of existing curves, by group and name."""
@@ -243,10 +243,13 @@ class RunCurves:
 
         So it is where steps have more metrics than they had when they were read.
         """
-        query = "SELECT count(*) FROM events WHERE member = ?"
-        (num_late,) = journal.execute(query, (LATE_METRICS,)).fetchone()
-        has_more, self._num_late = num_late != self._num_late, num_late
-        if not self._steps.update(journal, table) or has_more:
+        query = "SELECT max(id), max(member = ?) FROM events WHERE id > ?"
+        newest, has_more = journal.execute(query, (LATE_METRICS, self._last_event)).fetchone()
+        self._last_event = self._last_event if newest is None else newest
+        continues = self._steps.update(journal, table)
+        if not continues:
+            self._last_event = 0
+        if not continues or has_more:
             self._columns, self._names, self._names_to = {}, {}, 0
 
     def _read(self, journal: sqlite3.Connection, table: CurvesTable | None, names: Sequence[str]) -> None:
