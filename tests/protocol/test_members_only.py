@@ -48,7 +48,7 @@ from tests.harness.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_list
 from tests.harness.strangers import Tap, strangers
 
 SECRET = b"a word that is in the configuration alone"
-WAIT_S = 20.0
+WAIT_S = 120.0
 UNIONS: dict[ServiceKind, Any] = {"trainer": ToTrainer, "rollout": ToRollout, "refit": ToRefit}
 JOINING = ProcessKeys(coordinator=RUN.coordinator.public, own=RUN.joining, is_joining=True)
 

@@ -21,7 +21,7 @@ from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open
 
 PULSE = HeartbeatSettings(interval_s=0.1, timeout_s=1.0)
 STALL_S = 3.0
-WAIT_S = 20.0
+WAIT_S = 120.0
 CHILD = f"""
 import sys, time
 from tandem.common.messages import *

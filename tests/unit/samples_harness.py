@@ -29,7 +29,7 @@ from tandem.samples.sample_record import RecordedSample
 from tests.harness.members import MEMBER
 
 RUN_ID = "run"
-WAIT_S = 10.0
+WAIT_S = 60.0
 TRAINERS = AdmittedKeys([MEMBER.public])
 
 

@@ -24,7 +24,7 @@ from tandem.launch import fork_server as module
 from tandem.launch.child import ForkedChild
 from tandem.launch.fork_server import ServiceForkServer
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 SERVICE = """
 import json, os, sys, time, weakref
 imported_in = os.getpid()

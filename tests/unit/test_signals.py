@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

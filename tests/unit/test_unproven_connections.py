@@ -23,7 +23,7 @@ MOST_UNPROVEN = 16
 NUM = 300
 AT_ONCE = 30
 """So many are made before the process is asked: more than it has room for would test how busy the machine is."""
-WAIT_S = 30
+WAIT_S = 120
 
 LISTENING = textwrap.dedent(
     """

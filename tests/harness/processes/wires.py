@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tandem.launch.child import ForkedChild
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 """Longest time until processes have connected, and until one replies or ends."""
 _LOOK_S = 0.1
 

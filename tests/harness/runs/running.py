@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from tandem.common.keys import find_key_file
+from tandem.common.process_lifetime import is_waiting_for_disk
 from tandem.launch.child import ForkedChild
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.harness.runs import consoles
@@ -197,6 +198,7 @@ def coordinator(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subproc
             code = process.wait(timeout_s)
         finally:
             process.kill()
+            process.wait(TIMEOUT_S)
         texts = [os.pread(file.fileno(), 1 << 24, 0).decode() for file in (out, errors)]
     return subprocess.CompletedProcess(["coordinator", *words], code, *texts)
 
@@ -337,10 +339,18 @@ def kill_at_once(victims: Sequence[psutil.Process]) -> None:
 
 
 def all_gone(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait for processes to end, for so many seconds in which this one could run; return those that did not."""
+    """Wait for processes to end, for so many seconds in which they and this one could run; return those that did not.
+
+    One that waits for a disk cannot end: disks were seen to stand still for 22 s.
+    """
     awake, alive = Awake(), list(processes)
-    while alive and awake.seconds() < timeout_s:
+    waited_s = looked_at_s = 0.0
+    while alive and waited_s < timeout_s:
         _, alive = psutil.wait_procs(alive, timeout=_TICK_S)
+        seconds = awake.seconds()
+        if not any(is_waiting_for_disk(process.pid) for process in alive):
+            waited_s += seconds - looked_at_s
+        looked_at_s = seconds
     return alive
 
 
