@@ -1,4 +1,22 @@
-"""Load a YAML file and overrides into a checked `Config`."""
+"""Load a YAML file and overrides into a checked `Config`: the pipeline, and the ways into it.
+
+| stage | settings afterwards | module |
+|---|---|---|
+| `read_layers` | layers, each with its source: files by ``defaults:``, the file, overrides; and all merged | `layers` |
+| `translate` | those of a run, if they were an evaluation's in NeMo-RL's form | `nemo_eval` |
+| `remove_foreign` | without keys of a newer NeMo-RL, which ``ignored`` lists | here |
+| `interpolate` | without ``${...}`` | here |
+| `_remove_variables` | without what only interpolations read | here |
+| `fill` | with derived keys | `derive` |
+| `conform` | known names, and values of the right types | `conform` |
+| `msgspec.convert` | a `Config` | `schema` |
+| `describe_refusal` | or the enabled features that are not built | `unsupported` |
+| `fit_megatron` | with what Megatron-Core makes of its settings | `megatron` |
+| `find_broken_rules` | or the rules that are broken | `checks` |
+
+`_look_through` goes from `interpolate` to the end, and stops at the first stage that finds problems. If there are any,
+`hidden.add_hidden` removes the wrong keys and looks again, so that an error lists the problems of all stages.
+"""
 
 from __future__ import annotations
 
@@ -304,8 +322,11 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | RefusedSe
     """
     unsupported = None
     try:
-        tree = _remove_variables(interpolate(merged), merged)
-        config = msgspec.convert(conform(fill(tree), config_type(), ""), Config)
+        tree = interpolate(merged)
+        tree = _remove_variables(tree, merged)
+        tree = fill(tree)
+        tree = conform(tree, config_type(), "")
+        config = msgspec.convert(tree, Config)
         unsupported = describe_refusal(config) if to_run else None
         config = fit_megatron(config, to_run=to_run)
         problems = find_broken_rules(config)
