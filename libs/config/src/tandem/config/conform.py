@@ -16,20 +16,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import inspect
-from msgspec.inspect import (
-    AnyType,
-    BoolType,
-    DictType,
-    FloatType,
-    IntType,
-    LiteralType,
-    NoneType,
-    StrType,
-    StructType,
-    Type,
-    UnionType,
-    VarTupleType,
-)
 
 from tandem.common.errors import nearest
 from tandem.config.peer_names import PeerKey, find_peer_keys
@@ -59,27 +45,27 @@ SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 @functools.cache
-def config_type() -> StructType:
+def config_type() -> inspect.StructType:
     """Return msgspec's description of `Config`."""
     described = inspect.type_info(Config)
-    assert isinstance(described, StructType)
+    assert isinstance(described, inspect.StructType)
     return described
 
 
-def conform(value: Any, expected_type: Type, key: str) -> Any:
+def conform(value: Any, expected_type: inspect.Type, key: str) -> Any:
     """Fit a value to `expected_type`. Raises `InvalidValue` for the keys at and below `key` that do not fit."""
     match expected_type:
-        case StructType():
+        case inspect.StructType():
             return _conform_struct(value, expected_type, key)
-        case UnionType():
+        case inspect.UnionType():
             return _conform_union(value, expected_type, key)
-        case LiteralType():
+        case inspect.LiteralType():
             if not _is_choice(value, expected_type):
                 choices = sorted(str(choice) for choice in expected_type.values)
                 listed = ", ".join(choices)
                 raise InvalidValue(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
             return _read_word(value)
-        case VarTupleType():
+        case inspect.VarTupleType():
             if not isinstance(value, list | tuple):
                 raise _describe_mismatch(value, expected_type, key)
             return list(
@@ -87,21 +73,21 @@ def conform(value: Any, expected_type: Type, key: str) -> Any:
                     {f"{key}[{index}]": item for index, item in enumerate(value)}, expected_type.item_type
                 ).values()
             )
-        case DictType(value_type=AnyType()):
+        case inspect.DictType(value_type=inspect.AnyType()):
             return _free(_check_mapping(value, expected_type, key), key)
-        case DictType():
+        case inspect.DictType():
             mapping = _check_mapping(value, expected_type, key)
             fitted = _conform_all({f"{key}.{name}": item for name, item in mapping.items()}, expected_type.value_type)
             return dict(zip(mapping, fitted.values(), strict=True))
-        case AnyType():
+        case inspect.AnyType():
             return _free(value, key)
         case _:
             return _conform_scalar(value, expected_type, key)
 
 
-def complete_settings(value: Any, expected_type: Type, leaving: Container[str] = (), key: str = "") -> Any:
+def complete_settings(value: Any, expected_type: inspect.Type, leaving: Container[str] = (), key: str = "") -> Any:
     """Return settings in which each key that is required and not set, but for some, has a stand-in of its type."""
-    if not isinstance(value, dict) or not isinstance(expected_type, StructType):
+    if not isinstance(value, dict) or not isinstance(expected_type, inspect.StructType):
         return value
     settings = dict(value)
     for field in expected_type.fields:
@@ -112,56 +98,56 @@ def complete_settings(value: Any, expected_type: Type, leaving: Container[str] =
         elif field.required and path not in leaving:
             settings[name] = (
                 complete_settings({}, field.type, leaving, path)
-                if isinstance(field.type, StructType)
+                if isinstance(field.type, inspect.StructType)
                 else _make_stand_in(field.type)
             )
     return settings
 
 
-def _make_stand_in(field_type: Type) -> Any:
+def _make_stand_in(field_type: inspect.Type) -> Any:
     match field_type:
-        case LiteralType():
+        case inspect.LiteralType():
             return min(field_type.values, key=str)
-        case BoolType():
+        case inspect.BoolType():
             return False
-        case IntType() | FloatType():
+        case inspect.IntType() | inspect.FloatType():
             return max(1, field_type.ge or 0)
-        case StrType():
+        case inspect.StrType():
             return STAND_IN
-        case VarTupleType():
+        case inspect.VarTupleType():
             return []
-        case DictType():
+        case inspect.DictType():
             return {}
         case _:
             return None
 
 
-def describe_type(field_type: Type) -> str:
+def describe_type(field_type: inspect.Type) -> str:
     """Return the values that a type allows, in plain words."""
     match field_type:
-        case NoneType():
+        case inspect.NoneType():
             return "null"
-        case BoolType():
+        case inspect.BoolType():
             return "true or false"
-        case IntType() | FloatType():
-            noun = "an integer" if isinstance(field_type, IntType) else "a number"
+        case inspect.IntType() | inspect.FloatType():
+            noun = "an integer" if isinstance(field_type, inspect.IntType) else "a number"
             bounds = _describe_bounds(field_type)
             return f"{noun} {bounds}" if bounds else noun
-        case StrType():
+        case inspect.StrType():
             return "text"
-        case LiteralType():
+        case inspect.LiteralType():
             return ", ".join(sorted(str(choice) for choice in field_type.values))
-        case VarTupleType():
+        case inspect.VarTupleType():
             item = describe_type(field_type.item_type)
             return f"a list of {item.replace('an integer', 'integers').replace('a mapping', 'mappings')}"
-        case UnionType():
-            ordered = sorted(field_type.types, key=lambda member: isinstance(member, NoneType))
+        case inspect.UnionType():
+            ordered = sorted(field_type.types, key=lambda member: isinstance(member, inspect.NoneType))
             return " or ".join(describe_type(member) for member in ordered)
         case _:
             return "a mapping"
 
 
-def list_keys(described: StructType, prefix: str = "") -> Iterator[str]:
+def list_keys(described: inspect.StructType, prefix: str = "") -> Iterator[str]:
     """Yield the path of every key that the schema knows by name."""
     for field in described.fields:
         yield (key := f"{prefix}{field.encode_name}")
@@ -172,18 +158,18 @@ def list_keys(described: StructType, prefix: str = "") -> Iterator[str]:
 def list_choices_of_keys() -> Iterator[tuple[str, list[str]]]:
     """Yield each key that is not a section, with the words that it may be, or none where any value is possible."""
 
-    def words(field_type: Type) -> list[str]:
+    def words(field_type: inspect.Type) -> list[str]:
         match field_type:
-            case BoolType():
+            case inspect.BoolType():
                 return ["true", "false"]
-            case LiteralType():
+            case inspect.LiteralType():
                 return [str(value) for value in field_type.values]
-            case UnionType():
+            case inspect.UnionType():
                 return [word for member in field_type.types for word in words(member)]
             case _:
                 return []
 
-    def walk(described: StructType, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    def walk(described: inspect.StructType, prefix: str) -> Iterator[tuple[str, list[str]]]:
         for field in described.fields:
             inner = list_struct_types(field.type)
             if not inner:
@@ -194,10 +180,10 @@ def list_choices_of_keys() -> Iterator[tuple[str, list[str]]]:
     return walk(config_type(), "")
 
 
-def list_struct_types(field_type: Type) -> list[StructType]:
+def list_struct_types(field_type: inspect.Type) -> list[inspect.StructType]:
     """Return the struct of a field's type, if it is one directly or in a union with null or choices."""
-    members = field_type.types if isinstance(field_type, UnionType) else (field_type,)
-    return [member for member in members if isinstance(member, StructType)]
+    members = field_type.types if isinstance(field_type, inspect.UnionType) else (field_type,)
+    return [member for member in members if isinstance(member, inspect.StructType)]
 
 
 def field_of(described: Any, name: str) -> Any:
@@ -205,7 +191,7 @@ def field_of(described: Any, name: str) -> Any:
     return next((field for field in described.fields if field.encode_name == name), None)
 
 
-def _conform_struct(value: Any, struct_type: StructType, key: str) -> dict[str, Any]:
+def _conform_struct(value: Any, struct_type: inspect.StructType, key: str) -> dict[str, Any]:
     mapping = _check_mapping(value, struct_type, key)
     fields = {field.encode_name: field for field in struct_type.fields}
     problems = ProblemCollector()
@@ -238,9 +224,9 @@ def _conform_struct(value: Any, struct_type: StructType, key: str) -> dict[str, 
     return result
 
 
-def _is_section(value: Any, field_type: Type) -> bool:
+def _is_section(value: Any, field_type: inspect.Type) -> bool:
     """Tell whether a mapping was written where one of a few words is expected."""
-    return isinstance(value, dict) and isinstance(field_type, LiteralType)
+    return isinstance(value, dict) and isinstance(field_type, inspect.LiteralType)
 
 
 def _is_named(problem: InvalidValue, settings: Iterable[PeerKey]) -> bool:
@@ -251,7 +237,7 @@ def _is_named(problem: InvalidValue, settings: Iterable[PeerKey]) -> bool:
     )
 
 
-def _conform_all(values: dict[str, Any], expected_type: Type) -> dict[str, Any]:
+def _conform_all(values: dict[str, Any], expected_type: inspect.Type) -> dict[str, Any]:
     """Fit values, given by key, to one type."""
     problems, fitted = ProblemCollector(), {}
     for key, value in values.items():
@@ -321,26 +307,26 @@ def _suggest(name: str, key: str, siblings: list[str]) -> str:
     return near or f"; {key or 'the top level'} knows {', '.join(siblings)}"
 
 
-def _conform_union(value: Any, expected_type: UnionType, key: str) -> Any:
+def _conform_union(value: Any, expected_type: inspect.UnionType, key: str) -> Any:
     if value is None and expected_type.includes_none:
         return None
-    members = [member for member in expected_type.types if not isinstance(member, NoneType)]
+    members = [member for member in expected_type.types if not isinstance(member, inspect.NoneType)]
     if len(members) == 1 and value is not None:
         return conform(value, members[0], key)
-    has_choices = any(isinstance(member, LiteralType) for member in members)
-    for member in sorted(members, key=lambda member: not isinstance(member, LiteralType)):
-        kinds = (isinstance(member, StructType), isinstance(member, VarTupleType))
+    has_choices = any(isinstance(member, inspect.LiteralType) for member in members)
+    for member in sorted(members, key=lambda member: not isinstance(member, inspect.LiteralType)):
+        kinds = (isinstance(member, inspect.StructType), isinstance(member, inspect.VarTupleType))
         if kinds == (isinstance(value, dict), isinstance(value, list | tuple)) and value is not None:
-            if isinstance(member, LiteralType) and not _is_choice(value, member):
+            if isinstance(member, inspect.LiteralType) and not _is_choice(value, member):
                 continue
             is_word = isinstance(value, bool) or (isinstance(value, str) and not NUMBER.fullmatch(value))
-            if isinstance(member, FloatType | IntType) and is_word and has_choices:
+            if isinstance(member, inspect.FloatType | inspect.IntType) and is_word and has_choices:
                 continue  # so that the error names the choices too
             return conform(value, member, key)
     raise _describe_mismatch(value, expected_type, key)
 
 
-def _is_choice(value: Any, expected_type: LiteralType) -> bool:
+def _is_choice(value: Any, expected_type: inspect.LiteralType) -> bool:
     """Tell whether a value is one of the choices."""
     return _read_word(value) in expected_type.values
 
@@ -350,27 +336,29 @@ def _read_word(value: Any) -> Any:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-def _conform_scalar(value: Any, expected_type: Type, key: str) -> Any:
+def _conform_scalar(value: Any, expected_type: inspect.Type, key: str) -> Any:
     match expected_type:
-        case BoolType() if isinstance(value, bool):
+        case inspect.BoolType() if isinstance(value, bool):
             return value
-        case StrType() if isinstance(value, str):
+        case inspect.StrType() if isinstance(value, str):
             if expected_type.min_length and not value:
                 raise InvalidValue(key, "is empty")
             if expected_type.pattern is not None and not re.search(expected_type.pattern, value):
                 raise InvalidValue(key, f"{shown(value)} is malformed{_FORMS.get(expected_type.pattern, '')}")
             return value
-        case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        case inspect.IntType() if (
+            isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+        ):
             return _check_within(int(value), expected_type, key)
-        case FloatType() if isinstance(value, str) and NUMBER.fullmatch(value):
+        case inspect.FloatType() if isinstance(value, str) and NUMBER.fullmatch(value):
             return _check_within(float(value), expected_type, key)
-        case FloatType() if isinstance(value, int | float) and not isinstance(value, bool):
+        case inspect.FloatType() if isinstance(value, int | float) and not isinstance(value, bool):
             return _check_within(float(value), expected_type, key)
         case _:
             raise _describe_mismatch(value, expected_type, key)
 
 
-def _check_within(value: float, number_type: IntType | FloatType, key: str) -> float:
+def _check_within(value: float, number_type: inspect.IntType | inspect.FloatType, key: str) -> float:
     ok = (
         math.isfinite(value)
         and (number_type.ge is None or value >= number_type.ge)
@@ -378,14 +366,14 @@ def _check_within(value: float, number_type: IntType | FloatType, key: str) -> f
         and (number_type.le is None or value <= number_type.le)
         and (number_type.lt is None or value < number_type.lt)
     )
-    if ok and isinstance(number_type, IntType) and abs(value) >= 2**63:
+    if ok and isinstance(number_type, inspect.IntType) and abs(value) >= 2**63:
         raise InvalidValue(key, f"expected {describe_type(number_type)}, got one of more than 64 bits")
     if not ok:
         raise InvalidValue(key, f"expected {describe_type(number_type)}, got {value}")
     return value
 
 
-def _describe_bounds(number_type: IntType | FloatType) -> str:
+def _describe_bounds(number_type: inspect.IntType | inspect.FloatType) -> str:
     named = [
         ("at least", number_type.ge),
         ("greater than", number_type.gt),
@@ -415,7 +403,7 @@ def _free(value: Any, key: str) -> Any:
             )
 
 
-def _check_mapping(value: Any, expected_type: Type | None, key: str) -> dict[str, Any]:
+def _check_mapping(value: Any, expected_type: inspect.Type | None, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidValue(
             key, f"expected {describe_type(expected_type) if expected_type else 'a mapping'}, got {shown(value)}"
@@ -426,7 +414,7 @@ def _check_mapping(value: Any, expected_type: Type | None, key: str) -> dict[str
     return value
 
 
-def _describe_mismatch(value: Any, expected_type: Type, key: str) -> InvalidValue:
+def _describe_mismatch(value: Any, expected_type: inspect.Type, key: str) -> InvalidValue:
     return InvalidValue(key, f"expected {describe_type(expected_type)}, got {shown(value)}")
 
 

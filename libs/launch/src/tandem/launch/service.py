@@ -15,16 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from tandem.common import messages
 from tandem.common.errors import ConfigError, TandemError, WireError
-from tandem.common.messages import (
-    MAX_TEXT,
-    MAX_TRACEBACK,
-    Command,
-    Failed,
-    Leaving,
-    Message,
-    Welcome,
-)
 from tandem.common.shortages import is_shortage
 from tandem.common.texts import shorten
 from tandem.common.wire import Arrays, Frames, Link, encode
@@ -36,7 +28,7 @@ _REMEMBERED_COMMANDS = 16
 class ServiceContext:
     """The run as a service knows it, and the link to it: replies, and the phase that heartbeats report."""
 
-    def __init__(self, link: Link[Any], welcome: Welcome, coordinator: str) -> None:
+    def __init__(self, link: Link[Any], welcome: messages.Welcome, coordinator: str) -> None:
         self._link = link
         self.name = welcome.name
         self.coordinator = coordinator
@@ -66,7 +58,7 @@ class ServiceContext:
         yield
         self._set_phase(outer)
 
-    def reply(self, command_id: int, message: Message, arrays: Arrays | None = None) -> None:
+    def reply(self, command_id: int, message: messages.Message, arrays: Arrays | None = None) -> None:
         """Reply to a command, in parts or at once, from any thread; the reply is kept for a repeated command."""
         frames = encode(message, arrays)
         self._answered.setdefault(command_id, []).append(frames)
@@ -85,7 +77,7 @@ class ServiceContext:
             notice = "it finishes its work; a second signal ends it at once"
             print(f"{self.name} was told to leave: {notice}", flush=True)
         self._say_leaving_at = now + self._heartbeat_s
-        self._link.send(encode(Leaving()))
+        self._link.send(encode(messages.Leaving()))
 
     def wake(self) -> None:
         """Make `RunnableService.work` run soon, from any thread."""
@@ -101,7 +93,7 @@ class ServiceContext:
             self._set_phase("idle")
         self.reply(command_id, failed)
 
-    def accept(self, command: Command) -> bool:
+    def accept(self, command: messages.Command) -> bool:
         """Note a command; return False if it is a repetition, after sending its replies so far again."""
         if command.command_id in self._answered:
             for frames in self._answered[command.command_id]:
@@ -117,21 +109,23 @@ class ServiceContext:
         self._link.set_phase(name)
 
 
-def describe_failure(name: str, command_id: int, error: BaseException, phase: str) -> Failed:
+def describe_failure(name: str, command_id: int, error: BaseException, phase: str) -> messages.Failed:
     """Return the report of an error of the process `name` in a phase, and print it."""
     expected = isinstance(error, TandemError) and error.is_final and not is_shortage(error)
     text = shorten(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
     trace = (
         ""
         if isinstance(error, TandemError) and error.is_final
-        else shorten("".join(traceback.format_exception(error)), MAX_TRACEBACK)
+        else shorten("".join(traceback.format_exception(error)), messages.MAX_TRACEBACK)
     )
     with contextlib.suppress(OSError):  # the log may be on the full disk that is reported here
         print(f"{name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
-    return Failed(command_id=command_id, phase=phase[:MAX_TEXT], error=text, expected=expected, traceback=trace)
+    return messages.Failed(
+        command_id=command_id, phase=phase[: messages.MAX_TEXT], error=text, expected=expected, traceback=trace
+    )
 
 
-def _read_config(welcome: Welcome) -> Config:
+def _read_config(welcome: messages.Welcome) -> Config:
     """Return the run's configuration. Raises `WireError` if it is invalid."""
     try:
         return config_from_json(welcome.config_json)

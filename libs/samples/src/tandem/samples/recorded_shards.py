@@ -24,21 +24,6 @@ from tandem.samples.batch import Float32s, SampleBatch
 from tandem.samples.images.columns import DIGEST_BYTES, GRID_SIZES
 from tandem.samples.routed_experts import COLUMN, Bytes
 from tandem.samples.sample_files import FOLDER, LOGPROBS, SHARD, files
-from tandem.samples.sample_record import (
-    ARRAYS,
-    DIGEST,
-    EXPERTS,
-    IMAGES,
-    LOGPROBS_SCHEMA,
-    NO_DIGEST,
-    ROLE_REWARDS,
-    ROLES,
-    SAMPLING_MASKS,
-    SCHEMA,
-    UNREADABLE,
-    RecordedSample,
-    schema_with,
-)
 from tandem.samples.sample_writing import check_schema, unreadable
 
 _SCORED = SampleScored.__struct_fields__
@@ -46,8 +31,8 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
     "components": dict,
     "spent": dict,
     "tokens_by_version": tuple,
-    ROLES: tuple,
-    ROLE_REWARDS: tuple,
+    sample_record.ROLES: tuple,
+    sample_record.ROLE_REWARDS: tuple,
     "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
 }
 """Conversions of a column's values to fields, where the two differ."""
@@ -58,7 +43,9 @@ def steps(folder: Path, purpose: Purpose = "train") -> list[int]:
     return sorted({file.step for file in files(folder, SHARD, purpose)})
 
 
-def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpose = "train") -> list[RecordedSample]:
+def read_step(
+    folder: Path, step: int, run_id: str | None = None, purpose: Purpose = "train"
+) -> list[sample_record.RecordedSample]:
     """Return the samples of a step, ordered by group and sample; none if it has no shard.
 
     Raises `SamplesError`, which names the file, for a shard that is damaged, has another format, or belongs to a run
@@ -70,7 +57,10 @@ def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpo
 
 
 def read_shard(
-    path: Path, run_id: str | None = None, columns: Sequence[str] | None = None, schema: pa.Schema = SCHEMA
+    path: Path,
+    run_id: str | None = None,
+    columns: Sequence[str] | None = None,
+    schema: pa.Schema = sample_record.SCHEMA,
 ) -> pa.Table:
     """Return a shard's table, or some columns of it; the whole table is bitwise the one that was written.
 
@@ -80,14 +70,14 @@ def read_shard(
         content = None if columns is not None else path.read_bytes()
         source = path if content is None else pa.BufferReader(content)
         with pq.ParquetFile(source, page_checksum_verification=True) as file:
-            digest = (file.metadata.metadata or {}).get(DIGEST)
+            digest = (file.metadata.metadata or {}).get(sample_record.DIGEST)
             if content is not None and digest is not None:  # checked first, since damage may affect the later checks
                 _check_digest(path, content, digest)
             check_schema(path, file.schema_arrow, run_id, schema)
             if digest is None:
                 raise SamplesError(f"{path} cannot be read as part of the rollout log: it has no digest")
             return file.read(columns=columns)
-    except UNREADABLE as error:
+    except sample_record.UNREADABLE as error:
         raise unreadable(path, error) from error
 
 
@@ -112,14 +102,19 @@ def read_rows(
                     num_read += size
                 first += size
             return file.read_row_groups(groups, columns=columns).take([places[row] for row in rows])
-    except UNREADABLE as error:
+    except sample_record.UNREADABLE as error:
         raise unreadable(path, error) from error
 
 
 def _check_digest(path: Path, content: bytes, digest: bytes) -> None:
     """Raise `SamplesError` unless the bytes of a shard are those that were written."""
     at = content.rfind(digest)
-    if xxh3_64_hexdigest(content[:at] + NO_DIGEST + content[at + len(NO_DIGEST) :]).encode() != digest:
+    if (
+        xxh3_64_hexdigest(
+            content[:at] + sample_record.NO_DIGEST + content[at + len(sample_record.NO_DIGEST) :]
+        ).encode()
+        != digest
+    ):
         raise SamplesError(f"{path} cannot be read as part of the rollout log: its bytes have changed")
 
 
@@ -131,7 +126,7 @@ def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tu
     """
     branches_of: dict[tuple[int, int], dict[int, Float32s]] = {}
     for path in [file.path for file in files(folder / LOGPROBS, SHARD) if file.step == step]:
-        table = read_shard(path, run_id, schema=LOGPROBS_SCHEMA)
+        table = read_shard(path, run_id, schema=sample_record.LOGPROBS_SCHEMA)
         names = ("group", "sample", "branch")
         keys = zip(*(table[name].to_pylist() for name in names), strict=True)
         for (group, sample, branch), logprobs in zip(keys, _lists(table["logprobs"]), strict=True):
@@ -141,12 +136,12 @@ def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tu
     }
 
 
-def samples_of(table: pa.Table) -> list[RecordedSample]:
+def samples_of(table: pa.Table) -> list[sample_record.RecordedSample]:
     """Return the samples of a table, in its order; if the table lacks the columns of arrays, the arrays are empty."""
-    names = schema_with(dict.fromkeys(table.column_names, True)).names
+    names = sample_record.schema_with(dict.fromkeys(table.column_names, True)).names
     columns = {name: _values(table, name) for name in names}
     return [
-        RecordedSample(
+        sample_record.RecordedSample(
             step=row["step"],
             rollout=row["rollout"],
             command_id=row["command_id"],
@@ -157,10 +152,10 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
                 lengths_S=np.array(
                     [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32
                 ),
-                **{field: row[column] for column, field in ARRAYS.items()},
-                **_columns(row[EXPERTS], len(row["token_ids"])),
-                **_images(row.get(IMAGES), row["branches"]),
-                **_masks(row.get(SAMPLING_MASKS), row["branches"], len(row["token_ids"])),
+                **{field: row[column] for column, field in sample_record.ARRAYS.items()},
+                **_columns(row[sample_record.EXPERTS], len(row["token_ids"])),
+                **_images(row.get(sample_record.IMAGES), row["branches"]),
+                **_masks(row.get(sample_record.SAMPLING_MASKS), row["branches"], len(row["token_ids"])),
             ),
             advantage=row["advantage"],
             problem_id=row["problem_id"],
@@ -207,12 +202,12 @@ def _masks(masks: bytes | None, branches: Sequence[Mapping[str, int]], num_token
 
 def _values(table: pa.Table, column: str) -> Sequence[Any]:
     """Return a column row by row; arrays are views of one contiguous array."""
-    if column == EXPERTS and column not in table.column_names:
+    if column == sample_record.EXPERTS and column not in table.column_names:
         return [None] * table.num_rows
-    if column not in ARRAYS:
+    if column not in sample_record.ARRAYS:
         return list(table[column].to_pylist())
     if column not in table.column_names:
-        return [np.zeros(0, SCHEMA.field(column).type.value_type.to_pandas_dtype())] * table.num_rows
+        return [np.zeros(0, sample_record.SCHEMA.field(column).type.value_type.to_pandas_dtype())] * table.num_rows
     return _lists(table[column])
 
 

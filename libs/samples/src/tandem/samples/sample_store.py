@@ -13,17 +13,9 @@ import threading
 from collections.abc import Callable, Collection
 from operator import attrgetter
 
+from tandem.common import messages
 from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import SamplesError
-from tandem.common.messages import (
-    MAX_TOKENS_FETCHED,
-    FetchImages,
-    FetchSamples,
-    SampleKey,
-    SamplesFetched,
-    SamplesGone,
-    ToSampleStore,
-)
 from tandem.common.wire import AnsweringThread, Frames, encode
 from tandem.samples.batch import SampleBatch
 
@@ -43,9 +35,9 @@ class SampleStore:
         self._num_tokens = 0
         self._lock = threading.Lock()
         self._await_record: Callable[[], object] = lambda: None
-        self._answer_images: Callable[[FetchImages], Frames] | None = None
+        self._answer_images: Callable[[messages.FetchImages], Frames] | None = None
         self._answering = AnsweringThread(
-            host, trainers, ToSampleStore, self._reply, name="samples", max_bytes=_MAX_REQUEST_BYTES
+            host, trainers, messages.ToSampleStore, self._reply, name="samples", max_bytes=_MAX_REQUEST_BYTES
         )
         self.at = self._answering.at
         """Listener for trainers."""
@@ -59,11 +51,11 @@ class SampleStore:
         """Call `await_record`, which returns once all samples here are on disk, before any samples are served."""
         self._await_record = await_record
 
-    def give_images(self, answer: Callable[[FetchImages], Frames]) -> None:
+    def give_images(self, answer: Callable[[messages.FetchImages], Frames]) -> None:
         """Have requests for images answered by this function, in its thread; without it, they have no answer."""
         self._answer_images = answer
 
-    def put(self, key: SampleKey, arrays: SampleBatch) -> None:
+    def put(self, key: messages.SampleKey, arrays: SampleBatch) -> None:
         """Keep one sample; one that is here already, because its command was repeated, stays.
 
         Raises `SamplesError` if there is no room for it.
@@ -107,16 +99,16 @@ class SampleStore:
         self._answering.close()
         self._samples.clear()
 
-    def _reply(self, request: FetchSamples | FetchImages) -> Frames | None:
-        if isinstance(request, FetchImages):
+    def _reply(self, request: messages.FetchSamples | messages.FetchImages) -> Frames | None:
+        if isinstance(request, messages.FetchImages):
             return None if self._answer_images is None else self._answer_images(request)
         try:
             arrays = self._find_samples(request)
         except SamplesError as error:
-            return encode(SamplesGone(request_id=request.request_id, why=str(error)))
-        return encode(SamplesFetched(request_id=request.request_id), arrays.columns)
+            return encode(messages.SamplesGone(request_id=request.request_id, why=str(error)))
+        return encode(messages.SamplesFetched(request_id=request.request_id), arrays.columns)
 
-    def _find_samples(self, request: FetchSamples) -> SampleBatch:
+    def _find_samples(self, request: messages.FetchSamples) -> SampleBatch:
         if request.run_id != self._run_id:
             raise SamplesError(f"it belongs to run {self._run_id}, but the request is from run {request.run_id[:100]}")
         if not request.keys:
@@ -133,6 +125,8 @@ class SampleStore:
                 samples.append(arrays if len(arrays.lengths_S) == 1 else arrays.take([branch]))
         self._await_record()
         num_tokens = sum(map(len, map(_TOKENS, samples)))
-        if len(samples) > 1 and num_tokens > MAX_TOKENS_FETCHED:
-            raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")
+        if len(samples) > 1 and num_tokens > messages.MAX_TOKENS_FETCHED:
+            raise SamplesError(
+                f"it was asked for {num_tokens} tokens at once, {messages.MAX_TOKENS_FETCHED} are the most"
+            )
         return SampleBatch.concatenate(samples)

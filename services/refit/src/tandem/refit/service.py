@@ -12,15 +12,8 @@ from typing import TypeVar, assert_never
 
 import msgspec
 
+from tandem.common import messages
 from tandem.common.errors import RefitError
-from tandem.common.messages import (
-    CommitVersion,
-    PlannedTransferGroup,
-    PlanTransfers,
-    RefitCommand,
-    TransfersPlanned,
-    VersionCommitted,
-)
 from tandem.common.wire import Arrays
 from tandem.common.worker_shards import process_of
 from tandem.config.schema.run import LinkRates
@@ -52,13 +45,13 @@ class RefitService:
         self._source_digests: dict[str, Digests] = {}
         """The trainers' digests of `version`."""
 
-    def handle(self, command: RefitCommand, arrays: Arrays) -> None:
+    def handle(self, command: messages.RefitCommand, arrays: Arrays) -> None:
         """Execute one command."""
         match command:
-            case PlanTransfers():
+            case messages.PlanTransfers():
                 with self._context.phase("planning transfers"):
                     self._plan(command)
-            case CommitVersion():
+            case messages.CommitVersion():
                 with self._context.phase(f"committing version {command.version}"):
                     self._commit(command)
             case unhandled:
@@ -71,7 +64,7 @@ class RefitService:
     def close(self) -> None:
         """Release nothing: the memory belongs to trainers and engines."""
 
-    def _plan(self, command: PlanTransfers) -> None:
+    def _plan(self, command: messages.PlanTransfers) -> None:
         started = time.perf_counter()
         self._sources = _read(command.sources, layout.decode)
         destinations = _read(command.destinations, layout.decode)
@@ -80,11 +73,11 @@ class RefitService:
         )
         self._context.reply(command.command_id, reply)
 
-    def _commit(self, command: CommitVersion) -> None:
+    def _commit(self, command: messages.CommitVersion) -> None:
         """Make the version current, and report engines with weights that differ from the trainers'."""
         verdict = self._compare(command) if command.digests else DigestVerdict((), 0)
         self.version = command.version
-        reply = VersionCommitted(
+        reply = messages.VersionCommitted(
             command_id=command.command_id,
             version=command.version,
             differing=verdict.differing,
@@ -92,7 +85,7 @@ class RefitService:
         )
         self._context.reply(command.command_id, reply)
 
-    def _compare(self, command: CommitVersion) -> DigestVerdict:
+    def _compare(self, command: messages.CommitVersion) -> DigestVerdict:
         digests = _read(command.digests, comparison.decode_digests)
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:
@@ -128,23 +121,23 @@ def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[st
 
 
 def _plan_transfers(
-    command: PlanTransfers,
+    command: messages.PlanTransfers,
     sources: Mapping[str, Layout],
     destinations: Mapping[str, Layout],
     rates: LinkRates,
     differences: str,
     started: float,
-) -> tuple[TransfersPlanned, dict[str, Layout]]:
+) -> tuple[messages.TransfersPlanned, dict[str, Layout]]:
     """Return the answer, and the destinations' layouts as they receive, of which digests are."""
     plan = planner.plan(sources, destinations, allow_alias=command.allow_alias, alias_frozen=command.alias_frozen)
     received = dict(plan.received)
     predicted = cost(plan.links, {**sources, **received}, len(sources), rates)
-    reply = TransfersPlanned(
+    reply = messages.TransfersPlanned(
         command_id=command.command_id,
         programs={member: program.encode(each) for member, each in _programs(plan, rates, differences).items()},
         senders=tuple(dict.fromkeys(process_of(shard) for shard, each in plan.programs.items() if each.sends)),
         transfer_groups=tuple(
-            PlannedTransferGroup(
+            messages.PlannedTransferGroup(
                 name=transfer_group.name, members=transfer_group.members, device_type=transfer_group.device_type
             )
             for transfer_group in plan.transfer_groups

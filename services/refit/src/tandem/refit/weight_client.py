@@ -18,19 +18,9 @@ from typing import Literal, NamedTuple, assert_never
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from tandem.common import messages
 from tandem.common.errors import RefitError
 from tandem.common.memory import MemoryMeter
-from tandem.common.messages import (
-    ConnectTransferGroup,
-    DigestsReported,
-    InstallProgram,
-    PlaneCommand,
-    ProgramInstalled,
-    Refit,
-    Refitted,
-    ReportDigests,
-    TransferGroupConnected,
-)
 from tandem.common.worker_shards import process_of
 from tandem.launch.service import ServiceContext
 from tandem.refit import program
@@ -45,14 +35,14 @@ from tandem.refit.transports.meeting import GroupStore
 class PendingTransferGroup(NamedTuple):
     """A transfer group that waits for some of its processes."""
 
-    command: ConnectTransferGroup
+    command: messages.ConnectTransferGroup
     transfer_group: TransferGroup
     meeting: GroupStore
     store: Store
     deadline: float
 
 
-def begin(command: ConnectTransferGroup, context: ServiceContext) -> PendingTransferGroup:
+def begin(command: messages.ConnectTransferGroup, context: ServiceContext) -> PendingTransferGroup:
     """Announce the parts of this process to the others, and wait for none of them. Raises `RefitError`."""
     transfer_group = TransferGroup(command.transfer_group, command.members, command.device_type)
     is_over_tcp = context.config.refit.stream == "tcp"
@@ -77,7 +67,7 @@ class JoiningGroups:
         self.groups: dict[str, PendingTransferGroup] = {}
         """Groups that wait for some of their processes, by name."""
 
-    def begin(self, command: ConnectTransferGroup) -> None:
+    def begin(self, command: messages.ConnectTransferGroup) -> None:
         """Announce this process to a group, in place of an earlier attempt to join it. Raises `RefitError`."""
         self.groups[command.transfer_group] = begin(command, self._context)
 
@@ -98,7 +88,7 @@ class JoiningGroups:
                 self._holder.connect(group.transfer_group, group.meeting, max(left_s, _POLL_S))
             self._context.reply(
                 command.command_id,
-                TransferGroupConnected(command_id=command.command_id, transfer_group=command.transfer_group),
+                messages.TransferGroupConnected(command_id=command.command_id, transfer_group=command.transfer_group),
             )
         except Exception as error:
             self.groups.pop(command.transfer_group, None)
@@ -133,7 +123,7 @@ class WeightClient:
         self._holder = holder
         self._verify: Verify = context.config.refit.verify
         self._joining = JoiningGroups(context, holder)
-        self._command: ReportDigests | None = None
+        self._command: messages.ReportDigests | None = None
         self._digest: RunningDigest | None = None
         self._quantises = False
         """Whether this process quantises what it receives."""
@@ -141,20 +131,20 @@ class WeightClient:
         self._digest_from = 0.0
         """When to start the digest, on the monotonic clock."""
 
-    def handle(self, command: PlaneCommand) -> None:
+    def handle(self, command: messages.PlaneCommand) -> None:
         """Execute one command."""
         match command:
-            case InstallProgram():
+            case messages.InstallProgram():
                 with self._context.phase("installing the transfer program"):
                     self._install(command)
-            case ConnectTransferGroup():
+            case messages.ConnectTransferGroup():
                 with self._context.phase(f"connecting transfer group {command.transfer_group}"):
                     # A process that it waits for may be dead and need replacing, so this must not block anything else.
                     self._joining.begin(command)
-            case Refit():
+            case messages.Refit():
                 with self._context.phase(f"refitting to version {command.version}"):
                     self._refit(command)
-            case ReportDigests():
+            case messages.ReportDigests():
                 with self._context.phase(f"verifying version {command.version}"):
                     self._command, self._digest_s = command, 0.0
                     self._digest = self._digest_task(command.version)
@@ -210,15 +200,17 @@ class WeightClient:
         self.abandon_digest()
         self._joining.groups.clear()
 
-    def _install(self, command: InstallProgram) -> None:
+    def _install(self, command: messages.InstallProgram) -> None:
         self.abandon_digest()
         programs = [program.decode(encoded) for encoded in command.programs]
         self._quantises = any(each.quantisations for each in programs)
         bound = self._holder.install(programs)
-        reply = ProgramInstalled(command_id=command.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
+        reply = messages.ProgramInstalled(
+            command_id=command.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes
+        )
         self._context.reply(command.command_id, reply)
 
-    def _refit(self, command: Refit) -> None:
+    def _refit(self, command: messages.Refit) -> None:
         if not command.only or self._context.name in command.only:  # a process that only sends continues its digest
             self.abandon_digest()
         memory = MemoryMeter()
@@ -227,7 +219,7 @@ class WeightClient:
             self._holder.distrust(command.whole)
         started = time.perf_counter()
         num_bytes = self._holder.apply(command.version, command.deadline_s, command.only, command.joining_engines)
-        reply = Refitted(
+        reply = messages.Refitted(
             command_id=command.command_id,
             version=command.version,
             num_bytes=num_bytes,
@@ -241,11 +233,11 @@ class WeightClient:
             ElementSampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
         )
 
-    def _report_digest(self, command: ReportDigests, digest: RunningDigest) -> None:
+    def _report_digest(self, command: messages.ReportDigests, digest: RunningDigest) -> None:
         wrong = self._holder.misquantised() if self._quantises else ()
         if wrong:
             raise RefitError(f"{', '.join(wrong)}: the weights held are not the quantisation of those received")
-        reply = DigestsReported(
+        reply = messages.DigestsReported(
             command_id=command.command_id,
             version=command.version,
             digests=tuple(map(comparison.encode_digests, digest.results())),

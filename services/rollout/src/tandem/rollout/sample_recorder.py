@@ -26,18 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 import msgspec
 import pyarrow as pa
 
+from tandem.common import messages
 from tandem.common.errors import SamplesError, WireError
-from tandem.common.messages import (
-    Generated,
-    MemoryUse,
-    PromptGroup,
-    Purpose,
-    RecordSamples,
-    RestoreSamples,
-    SampleScored,
-    SamplesFinished,
-    SamplesRecorded,
-)
 from tandem.common.numeric import bound
 from tandem.common.values import question_text, text_of
 from tandem.launch.service import ServiceContext
@@ -55,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def restored(
-    command: RestoreSamples,
+    command: messages.RestoreSamples,
     folder: Path,
     run_id: str,
     rollout: str,
@@ -110,22 +100,24 @@ def _read(path: Path, groups: Sequence[tuple[int, int]], run_id: str, vocabulary
     return samples
 
 
-def as_generated(command: RestoreSamples, samples: Sequence[RecordedSample]) -> Iterator[SamplesFinished | Generated]:
+def as_generated(
+    command: messages.RestoreSamples, samples: Sequence[RecordedSample]
+) -> Iterator[messages.SamplesFinished | messages.Generated]:
     """Yield the replies of a `Generate` that has made these samples."""
-    yield SamplesFinished(
+    yield messages.SamplesFinished(
         command_id=command.command_id,
         step=command.step,
         purpose="train",
         samples=tuple(msgspec.structs.replace(sample.scored, response="") for sample in samples),
     )
-    yield Generated(
+    yield messages.Generated(
         command_id=command.command_id,
         step=command.step,
         purpose="train",
         num_samples=len(samples),
         num_tokens=0,
         seconds={},
-        memory=MemoryUse(peak=0, held=0),
+        memory=messages.MemoryUse(peak=0, held=0),
     )
 
 
@@ -143,11 +135,11 @@ class _Finished(NamedTuple):
     """Samples of one command that finished together."""
 
     step: int
-    purpose: Purpose
+    purpose: messages.Purpose
     command_id: int
     started_at: float
     finished_at: float
-    samples: Sequence[tuple[PromptGroup, SampleScored, SampleBatch]]
+    samples: Sequence[tuple[messages.PromptGroup, messages.SampleScored, SampleBatch]]
 
 
 class _Anew(NamedTuple):
@@ -187,10 +179,12 @@ class SampleRecorder:
         self._schema = schema_with(
             {IMAGES: tokenizer.sees, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles}
         )
-        self._queue: queue.SimpleQueue[_Finished | _Anew | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
-        self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
+        self._queue: queue.SimpleQueue[_Finished | _Anew | messages.RecordSamples | messages.RestoreSamples | None] = (
+            queue.SimpleQueue()
+        )
+        self._files: dict[tuple[int, messages.Purpose], UnfinishedFile] = {}
         """Files that this process writes to, by step and purpose."""
-        self._newest: dict[Purpose, int] = {}
+        self._newest: dict[messages.Purpose, int] = {}
         """Newest step with a shard requested. Samples that finish for it, or for an earlier one, are no longer used."""
         self._has_complained = False
         self._num_added = 0
@@ -203,10 +197,10 @@ class SampleRecorder:
     def add(
         self,
         step: int,
-        purpose: Purpose,
+        purpose: messages.Purpose,
         command_id: int,
         started_at: float,
-        samples: Sequence[tuple[PromptGroup, SampleScored, SampleBatch]],
+        samples: Sequence[tuple[messages.PromptGroup, messages.SampleScored, SampleBatch]],
     ) -> None:
         """Have samples written that have finished now; they include the text of the response."""
         if self._queue.qsize() > _MOST_WAITING:
@@ -215,7 +209,7 @@ class SampleRecorder:
             self._num_added += 1
             self._queue.put(_Finished(step, purpose, command_id, started_at, time.time(), samples))
 
-    def command(self, command: RecordSamples | RestoreSamples) -> None:
+    def command(self, command: messages.RecordSamples | messages.RestoreSamples) -> None:
         """Have a command carried out after everything added before; the answer comes from another thread."""
         self._queue.put(command)
 
@@ -246,7 +240,7 @@ class SampleRecorder:
                     with self._has_written:
                         self._num_written += 1
                         self._has_written.notify_all()
-                case RecordSamples() | RestoreSamples():
+                case messages.RecordSamples() | messages.RestoreSamples():
                     self._carry_out(item)
                 case _Anew(on_closed=on_closed):
                     self._let_go()
@@ -261,10 +255,10 @@ class SampleRecorder:
             self._close(key)
         self._newest.clear()
 
-    def _carry_out(self, command: RecordSamples | RestoreSamples) -> None:
-        doing = "recording" if isinstance(command, RecordSamples) else "restoring"
+    def _carry_out(self, command: messages.RecordSamples | messages.RestoreSamples) -> None:
+        doing = "recording" if isinstance(command, messages.RecordSamples) else "restoring"
         try:
-            if isinstance(command, RecordSamples):
+            if isinstance(command, messages.RecordSamples):
                 self._record(command)
             else:
                 self._restore(command)
@@ -274,7 +268,7 @@ class SampleRecorder:
         except Exception as error:
             self._context.fail(command.command_id, error, aside=f"{doing} samples")
 
-    def _append(self, step: int, purpose: Purpose, samples: Iterable[RecordedSample]) -> None:
+    def _append(self, step: int, purpose: messages.Purpose, samples: Iterable[RecordedSample]) -> None:
         """Append samples to those of their step, or report that this fails."""
         if step <= self._newest.get(purpose, -1):
             return
@@ -290,7 +284,7 @@ class SampleRecorder:
         except Exception as error:
             self._complain(f"{type(error).__name__}: {error}")
 
-    def _record(self, command: RecordSamples) -> None:
+    def _record(self, command: messages.RecordSamples) -> None:
         """Make the shard of a step. Raises `SamplesError` for unreadable files, and `OSError`."""
         key = command.step, command.purpose
         self._newest[command.purpose] = max(self._newest.get(command.purpose, -1), command.step)
@@ -312,7 +306,7 @@ class SampleRecorder:
         num_bytes = write_shard(shard, self._context.run_id, table)
         for path in of_rollout:
             path.unlink(missing_ok=True)
-        recorded = SamplesRecorded(
+        recorded = messages.SamplesRecorded(
             command_id=command.command_id,
             step=command.step,
             num_samples=table.num_rows,
@@ -321,7 +315,7 @@ class SampleRecorder:
         )
         self._context.reply(command.command_id, recorded)
 
-    def _restore(self, command: RestoreSamples) -> None:
+    def _restore(self, command: messages.RestoreSamples) -> None:
         """Put samples into the store as if this command had generated them. Raises `SamplesError`."""
         context = self._context
         keeps_masks = context.config.replays_sampling_masks
@@ -340,12 +334,14 @@ class SampleRecorder:
         for reply in as_generated(command, samples):
             context.reply(command.command_id, reply)
 
-    def _close(self, key: tuple[int, Purpose]) -> None:
+    def _close(self, key: tuple[int, messages.Purpose]) -> None:
         file = self._files.pop(key, None)
         if file is not None:
             file.close()
 
-    def _recorded(self, finished: _Finished, sample: tuple[PromptGroup, SampleScored, SampleBatch]) -> RecordedSample:
+    def _recorded(
+        self, finished: _Finished, sample: tuple[messages.PromptGroup, messages.SampleScored, SampleBatch]
+    ) -> RecordedSample:
         group, scored, arrays = sample
         # As the model saw it: the agent's own prompt, if one plays.
         prompt_ids = arrays.token_ids_T[: scored.prompt_length].tolist()

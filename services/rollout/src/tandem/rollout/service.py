@@ -14,19 +14,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, assert_never
 
-from tandem.common import gc_tuning
-from tandem.common.messages import (
-    BuildEngine,
-    ConnectTransferGroup,
-    Generate,
-    InstallProgram,
-    RecordSamples,
-    Refit,
-    ReleaseSamples,
-    ReportDigests,
-    RestoreSamples,
-    RolloutCommand,
-)
+from tandem.common import gc_tuning, messages
 from tandem.common.wire import Arrays
 from tandem.launch.service import ServiceContext
 from tandem.rollout.building import begin_anew, build_parts, engine_built
@@ -52,7 +40,7 @@ class RolloutService:
         self._parts: RolloutParts | None = None
         self._generating: RunningGenerations | None = None
         self._is_closed = False
-        self._restoring: list[RestoreSamples] = []
+        self._restoring: list[messages.RestoreSamples] = []
         """Commands to restore samples that have not begun."""
 
     @property
@@ -67,34 +55,34 @@ class RolloutService:
         assert self._generating is not None, "the coordinator sends BuildEngine first"
         return self._generating
 
-    def handle(self, command: RolloutCommand, arrays: Arrays) -> None:
+    def handle(self, command: messages.RolloutCommand, arrays: Arrays) -> None:
         """Carry out one command; `Generate` goes on in `work`."""
         match command:
-            case BuildEngine() if self._parts is None:
+            case messages.BuildEngine() if self._parts is None:
                 with self._context.phase("building the engine"):
                     self._build(command)
-            case BuildEngine():
+            case messages.BuildEngine():
                 with self._context.phase("beginning anew"):
                     self.generating.give_up_all()
                     self._restoring.clear()
                     begin_anew(command, self._context, self.parts)
-            case Refit():
+            case messages.Refit():
                 self._refit(command)
-            case InstallProgram() | ConnectTransferGroup():
+            case messages.InstallProgram() | messages.ConnectTransferGroup():
                 if self.parts.external_requests is not None:
                     self.parts.external_requests.pause()
                 self.parts.weight_client.handle(command)
-            case ReportDigests():
+            case messages.ReportDigests():
                 self.parts.weight_client.handle(command)
-            case Generate():
+            case messages.Generate():
                 if self.parts.images is not None:
                     self._fetch_images(command, self.parts.images)
                 self.generating.start(command)
-            case ReleaseSamples():
+            case messages.ReleaseSamples():
                 self.parts.store.release(command.command_ids)
-            case RecordSamples():
+            case messages.RecordSamples():
                 self._record(command)
-            case RestoreSamples():
+            case messages.RestoreSamples():
                 self._restoring.append(command)
             case unknown:
                 assert_never(unknown)
@@ -127,7 +115,7 @@ class RolloutService:
             self._parts.close()
 
     @gc_tuning.pause_collection()
-    def _build(self, command: BuildEngine) -> None:
+    def _build(self, command: messages.BuildEngine) -> None:
         experts = replayed_experts(self._config)
         self._parts = parts = build_parts(command, self._context, experts)
         if parts.agents is None:
@@ -138,7 +126,7 @@ class RolloutService:
             self._generating = AgentGenerations(self._context, parts, experts, parts.agents)
         self._context.reply(command.command_id, engine_built(command, parts))
 
-    def _fetch_images(self, command: Generate, images: ImageFetcher) -> None:
+    def _fetch_images(self, command: messages.Generate, images: ImageFetcher) -> None:
         """Fetch the images of prompts that the run's folder lacks here, before the engine or an agent reads them.
 
         A sample whose image is not to be had fails by name, as one whose image is damaged does.
@@ -148,7 +136,7 @@ class RolloutService:
             for reason in images.fetch(digests, _FETCH_SHARE * command.deadline_s):
                 print(f"step {command.step}: {reason}", flush=True)
 
-    def _refit(self, command: Refit) -> None:
+    def _refit(self, command: messages.Refit) -> None:
         """Take a version, or pass one on; running requests continue only with a newer one, and only if allowed.
 
         Commands are carried out between two steps of the engine: that is the token boundary.
@@ -182,7 +170,7 @@ class RolloutService:
             return False
         return parts.external_requests.work()
 
-    def _record(self, command: RecordSamples | RestoreSamples) -> None:
+    def _record(self, command: messages.RecordSamples | messages.RestoreSamples) -> None:
         assert self.parts.recorder is not None, "asked only where BuildEngine named a folder"
         self.parts.recorder.command(command)
 

@@ -17,16 +17,9 @@ from operator import attrgetter, methodcaller
 import msgspec
 import numpy as np
 
+from tandem.common import messages
 from tandem.common.errors import WireError
 from tandem.common.keys import KeyPair
-from tandem.common.messages import (
-    MAX_TOKENS_FETCHED,
-    FetchSamples,
-    Listener,
-    SamplesFetched,
-    SamplesGone,
-    SequenceKey,
-)
 from tandem.common.wire import Arrays, CallerConnections, Frames, MessageCodec, encode
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
@@ -73,7 +66,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def max_tokens(self) -> int:
         """Most tokens of one request."""
-        max_tokens = MAX_TOKENS_FETCHED
+        max_tokens = messages.MAX_TOKENS_FETCHED
         if self.masks is not None:
             max_tokens = min(max_tokens, _MAX_REPLY_BYTES // (4 * self.masks.bitmap_words))
         return max_tokens if self.experts is None else min(max_tokens, _MAX_REPLY_BYTES // self.experts.num_bytes)
@@ -125,8 +118,10 @@ class SampleFetcher:
         self._format = sample_format
         self._run_id = run_id
         self._key_pair = key_pair
-        self._codec: MessageCodec[SamplesFetched | SamplesGone] = MessageCodec(SamplesFetched | SamplesGone)
-        self._listeners: Mapping[str, Listener] = {}
+        self._codec: MessageCodec[messages.SamplesFetched | messages.SamplesGone] = MessageCodec(
+            messages.SamplesFetched | messages.SamplesGone
+        )
+        self._listeners: Mapping[str, messages.Listener] = {}
         self._callers: CallerConnections | None = None
         """Connections to these rollouts; None before the first fetch, and after one that failed."""
         self._num_requests = 0
@@ -137,7 +132,7 @@ class SampleFetcher:
         """Place of each sequence in these answers, by rollout and key."""
 
     def fetch(
-        self, step: int, table: SampleBatch, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
+        self, step: int, table: SampleBatch, rows: Int64s, sources: Mapping[str, messages.Listener], timeout_s: float
     ) -> tuple[SampleBatch | None, dict[str, str]]:
         """Return these rows of the table, or None with the reason, by rollout, why some are missing.
 
@@ -191,7 +186,7 @@ class SampleFetcher:
             self._callers = None
 
     def _ask(
-        self, sources: Mapping[str, Listener], inquiries: Mapping[str, _Inquiry], timeout_s: float
+        self, sources: Mapping[str, messages.Listener], inquiries: Mapping[str, _Inquiry], timeout_s: float
     ) -> dict[str, str]:
         """Make all inquiries until they are done or the time is up; return why some failed."""
         deadline = time.monotonic() + timeout_s
@@ -266,13 +261,15 @@ class _Inquiry:
     def request(self) -> Frames:
         """Return the next request."""
         keys = _keys_of(self._table.take(np.array(self._requests[self.num_taken])))
-        return encode(FetchSamples(run_id=self._run_id, request_id=self._first + self.num_taken, keys=tuple(keys)))
+        return encode(
+            messages.FetchSamples(run_id=self._run_id, request_id=self._first + self.num_taken, keys=tuple(keys))
+        )
 
-    def take(self, reply: SamplesFetched | SamplesGone, frames: Arrays) -> None:
+    def take(self, reply: messages.SamplesFetched | messages.SamplesGone, frames: Arrays) -> None:
         """Take an answer, unless its request was already answered over another connection."""
         if reply.request_id != self._first + self.num_taken or self.is_done:
             return
-        if isinstance(reply, SamplesGone):
+        if isinstance(reply, messages.SamplesGone):
             self.why_missing = reply.why
             return
         rows = self._requests[self.num_taken]
@@ -285,7 +282,7 @@ _IS_DONE, _WHY_MISSING = attrgetter("is_done"), attrgetter("why_missing")
 _TOLIST = methodcaller("tolist")
 
 
-def _keys_of(table: SampleBatch) -> list[SequenceKey]:
+def _keys_of(table: SampleBatch) -> list[messages.SequenceKey]:
     """Return the keys of a table's sequences, each at its source."""
     columns = (table.command_S, table.group_S, table.sample_S, table.branch_S)
     return [*zip(*map(_TOLIST, columns), strict=True)]

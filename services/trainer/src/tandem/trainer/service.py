@@ -23,35 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.common import gc_tuning
+from tandem.common import gc_tuning, messages
 from tandem.common.errors import DataError, WireError
 from tandem.common.memory import MemoryMeter
-from tandem.common.messages import (
-    AddGradient,
-    AwaitCheckpoint,
-    BuildTrainer,
-    CallCommand,
-    CheckpointCopied,
-    CheckpointSaved,
-    ConnectTransferGroup,
-    CopyWeights,
-    Evaluate,
-    Evaluated,
-    InstallProgram,
-    KeepWeights,
-    OpenRendezvous,
-    Refit,
-    ReportDigests,
-    RestoreTraining,
-    SamplesMissing,
-    SaveCheckpoint,
-    StepOptimizer,
-    SwitchTraining,
-    Train,
-    Trained,
-    TrainerCommand,
-    WeightsCopied,
-)
 from tandem.common.numeric import LEAST_LOGPROB
 from tandem.common.wire import Arrays
 from tandem.config.model_groups import find_model_group
@@ -84,25 +58,25 @@ class SavingReplies:
         self._writing: CheckpointWriting | None = None
         """The last checkpoint that is being written, or was."""
 
-    def save(self, command: SaveCheckpoint, training_state: AbstractContextManager[TrainerBackend]) -> None:
+    def save(self, command: messages.SaveCheckpoint, training_state: AbstractContextManager[TrainerBackend]) -> None:
         """Copy what is saved, and reply; a thread writes the copy."""
         assert self._writing is None or self._writing.num_bytes.done(), "the coordinator asks for one at a time"
         with training_state as backend:
             self._writing = backend.save(Path(command.folder))
-        reply = CheckpointCopied(command_id=command.command_id, why_waited=self._writing.why_waited)
+        reply = messages.CheckpointCopied(command_id=command.command_id, why_waited=self._writing.why_waited)
         self._context.reply(command.command_id, reply)
 
-    def answer_once_written(self, command: AwaitCheckpoint) -> None:
+    def answer_once_written(self, command: messages.AwaitCheckpoint) -> None:
         """Reply once the thread has written all, or could not: from that thread, or at once if it is done."""
         assert self._writing is not None, "the coordinator sends SaveCheckpoint first"
         self._writing.num_bytes.add_done_callback(partial(self._answer, command))
 
-    def _answer(self, command: AwaitCheckpoint, num_bytes: Future[int]) -> None:
+    def _answer(self, command: messages.AwaitCheckpoint, num_bytes: Future[int]) -> None:
         error = num_bytes.exception()
         if error is not None:
             self._context.fail(command.command_id, error, aside=f"writing step {command.step}")
             return
-        reply = CheckpointSaved(command_id=command.command_id, num_bytes=num_bytes.result())
+        reply = messages.CheckpointSaved(command_id=command.command_id, num_bytes=num_bytes.result())
         self._context.reply(command.command_id, reply)
 
 
@@ -130,35 +104,46 @@ class TrainerService:
         self._calls: RankCalls | None = None
         """None until a front end trains by single calls."""
 
-    def handle(self, command: TrainerCommand, arrays: Arrays) -> None:
+    def handle(self, command: messages.TrainerCommand, arrays: Arrays) -> None:
         """Carry out one command and reply."""
         match command:
-            case OpenRendezvous():
+            case messages.OpenRendezvous():
                 with self._context.phase("opening the rendezvous"):
                     self._store, opened = open_rendezvous(self._context, command)
                     self._context.reply(command.command_id, opened)
-            case BuildTrainer():
+            case messages.BuildTrainer():
                 with self._context.phase("building the trainer"):
                     self._build(command)
-            case Train():
+            case messages.Train():
                 with self._context.phase(f"training step {command.step}"):
                     self._train(command, self._table(command, arrays), arrays)
-            case Evaluate():
+            case messages.Evaluate():
                 with self._context.phase(f"evaluating step {command.step}"):
                     self._evaluate(command, self._table(command, arrays), arrays)
-            case InstallProgram() | ConnectTransferGroup() | Refit() | ReportDigests():
+            case (
+                messages.InstallProgram()
+                | messages.ConnectTransferGroup()
+                | messages.Refit()
+                | messages.ReportDigests()
+            ):
                 weight_client = self._built().weight_client
                 assert weight_client is not None, "the coordinator sends this to trainers of the policy"
                 weight_client.handle(command)
-            case CopyWeights():
+            case messages.CopyWeights():
                 with self._context.phase(f"copying the weights of version {command.version}"):
                     self._copy(command)
-            case SaveCheckpoint():
+            case messages.SaveCheckpoint():
                 with self._context.phase(f"saving step {command.step}"):
                     self._saving.save(command, self._training_state())
-            case AwaitCheckpoint():
+            case messages.AwaitCheckpoint():
                 self._saving.answer_once_written(command)
-            case AddGradient() | StepOptimizer() | RestoreTraining() | SwitchTraining() | KeepWeights():
+            case (
+                messages.AddGradient()
+                | messages.StepOptimizer()
+                | messages.RestoreTraining()
+                | messages.SwitchTraining()
+                | messages.KeepWeights()
+            ):
                 self._call(command, arrays)
             case unknown:
                 assert_never(unknown)
@@ -178,7 +163,7 @@ class TrainerService:
             dist.destroy_process_group()
         self._parts = self._store = None
 
-    def _table(self, command: Train | Evaluate, arrays: Arrays) -> SampleBatch:
+    def _table(self, command: messages.Train | messages.Evaluate, arrays: Arrays) -> SampleBatch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
@@ -192,14 +177,16 @@ class TrainerService:
             table.check_table(
                 num_ranks=self._config.data_parallel_size, may_mask_all=self._config.declaration.rolls_out
             )
-            num_parts = sum(command.parts.values()) if isinstance(command, Evaluate) else 0
+            num_parts = sum(command.parts.values()) if isinstance(command, messages.Evaluate) else 0
             if num_parts not in (0, len(table)):
                 raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
         except WireError as error:
             raise WireError(f"{type(command).__name__}.{error}") from error
         return table
 
-    def _read_samples(self, command: Train | Evaluate, table: SampleBatch, arrays: Arrays) -> SampleBatch:
+    def _read_samples(
+        self, command: messages.Train | messages.Evaluate, table: SampleBatch, arrays: Arrays
+    ) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         rank_table = table.take(table.rows_of(self._rank))
         try:
@@ -233,7 +220,7 @@ class TrainerService:
                 backend.offload()
 
     @gc_tuning.pause_collection()
-    def _build(self, command: BuildTrainer) -> None:
+    def _build(self, command: messages.BuildTrainer) -> None:
         if self._image_fetcher is not None:
             self._image_fetcher.begin(command.images_at, self._context.coordinator)
         self._parts = parts = build_parts(self._context, command, self._store, self._model_group)
@@ -241,7 +228,7 @@ class TrainerService:
         self._version = command.version
         self._context.reply(command.command_id, parts.built(command))
 
-    def _copy(self, command: CopyWeights) -> None:
+    def _copy(self, command: messages.CopyWeights) -> None:
         parts = self._built()
         assert parts.weights is not None, "the coordinator sends this to trainers of the policy"
         assert parts.weight_client is not None, "as with the weights"
@@ -249,12 +236,12 @@ class TrainerService:
         assert is_called or command.version == self._version, "the coordinator asks for a copy of what was trained last"
         parts.weights.refresh()
         digests = parts.weight_client.digests(command.version) if command.with_digests else ()
-        reply = WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
+        reply = messages.WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
         self._context.reply(command.command_id, reply)
 
-    def _train(self, command: Train, table: SampleBatch, arrays: Arrays) -> None:
+    def _train(self, command: messages.Train, table: SampleBatch, arrays: Arrays) -> None:
         shard = self._fetch_shard(command, table, arrays)
-        if isinstance(shard, SamplesMissing):
+        if isinstance(shard, messages.SamplesMissing):
             self._context.reply(command.command_id, shard)
             return
         parts = self._built()
@@ -284,7 +271,7 @@ class TrainerService:
                 notes += unsaid
             if shard.num_aside and self._model_group.has_policy:
                 metrics[BY_LOGPROBS] = float(shard.num_aside)
-        reply = Trained(
+        reply = messages.Trained(
             command_id=command.command_id,
             step=command.step,
             version=self._version,
@@ -300,7 +287,9 @@ class TrainerService:
         )
         self._context.reply(command.command_id, reply)
 
-    def _fetch_shard(self, command: Train, table: SampleBatch, arrays: Arrays) -> TrainingShard | SamplesMissing:
+    def _fetch_shard(
+        self, command: messages.Train, table: SampleBatch, arrays: Arrays
+    ) -> TrainingShard | messages.SamplesMissing:
         """Return the table and this rank's sequences, fetched or sent with the command, or what any rank lacks.
 
         Groups with log-probabilities that no loss can compute with are set aside. Collective where rollouts have the
@@ -317,7 +306,7 @@ class TrainerService:
         is_wild = samples is not None and bool((samples.generation_logprobs_T < LEAST_LOGPROB).any())
         num_lacking, num_wild = self._sum(torch.tensor([int(samples is None), int(is_wild)])).tolist()
         if num_lacking:
-            return SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
+            return messages.SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
         assert samples is not None, "all have theirs, so has this rank"
         if num_wild:
             return set_aside(table, samples, rows, least_logprobs(samples), self._sum)
@@ -331,22 +320,22 @@ class TrainerService:
         dist.all_reduce(values)
         return values
 
-    def _evaluate(self, command: Evaluate, table: SampleBatch, arrays: Arrays) -> None:
+    def _evaluate(self, command: messages.Evaluate, table: SampleBatch, arrays: Arrays) -> None:
         samples = self._read_samples(command, table, arrays)
         parts = self._built()
         evaluation = evaluate(parts.backend, table, samples, self._config, command.parts, parts.exchange)
         metrics, notes = finite_metrics(evaluation)
-        reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
+        reply = messages.Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
         self._context.reply(command.command_id, reply)
 
-    def _call(self, command: CallCommand, arrays: Arrays) -> None:
+    def _call(self, command: messages.CallCommand, arrays: Arrays) -> None:
         """Carry out a call of a front end that trains step by step."""
         from tandem.trainer.calls.calls import RankCalls  # runs of their own need none of it
 
         parts = self._built()
         if self._calls is None:
             self._calls = RankCalls(self._context, parts.backend, self._vocabulary)
-        if parts.weight_client is not None and not isinstance(command, AddGradient):
+        if parts.weight_client is not None and not isinstance(command, messages.AddGradient):
             parts.weight_client.abandon_digest()
         with self._context.phase(self._calls.phase_of(command)), self._training_state():
             self._calls.handle(command, arrays)

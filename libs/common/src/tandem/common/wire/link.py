@@ -15,20 +15,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.common import curve
+from tandem.common import curve, messages
 from tandem.common.curve import AdmittedKeys
 from tandem.common.keys import ProcessKeys
-from tandem.common.messages import (
-    MAX_TEXT,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Refused,
-    ServiceKind,
-    Shutdown,
-    TrainerKeys,
-    Welcome,
-)
 from tandem.common.wire.admission import AdmissionRequests, KeyRefused
 from tandem.common.wire.frames import (
     UNDECODABLE,
@@ -49,13 +38,13 @@ continues the run in its place."""
 SHUTDOWN_GRACE_S = 5.0
 """Seconds that a process has to end by itself after `Shutdown` before its link ends it."""
 
-_trainer_keys_decoder = msgspec.msgpack.Decoder(TrainerKeys)
-_shutdown_decoder = msgspec.msgpack.Decoder(Shutdown)
-_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
-_refused_decoder = msgspec.msgpack.Decoder(Refused)
+_trainer_keys_decoder = msgspec.msgpack.Decoder(messages.TrainerKeys)
+_shutdown_decoder = msgspec.msgpack.Decoder(messages.Shutdown)
+_welcome_decoder = msgspec.msgpack.Decoder(messages.Welcome)
+_refused_decoder = msgspec.msgpack.Decoder(messages.Refused)
 
 
-def exit_code(shutdown: Shutdown) -> int:
+def exit_code(shutdown: messages.Shutdown) -> int:
     """Return the exit code of a process that was told to end."""
     return EXIT_AWAITED_ANEW if shutdown.is_awaited_anew else 0
 
@@ -86,8 +75,8 @@ class FramePump:
         dealer: zmq.Socket[bytes],
         queued: zmq.Socket[bytes],
         arrived: zmq.Socket[bytes],
-        hello: Hello,
-        welcome: Welcome,
+        hello: messages.Hello,
+        welcome: messages.Welcome,
         trainers: AdmittedKeys,
     ) -> None:
         """Prepare the loop; `hello` is said to any other coordinator of the run."""
@@ -135,7 +124,9 @@ class FramePump:
                 self._send(frames)
             if now - self._last_beat >= interval:
                 self._last_beat = now
-                self._send(encode(Heartbeat(phase=self.phase[:MAX_TEXT], trainer_keys=self._trainer_keys)))
+                self._send(
+                    encode(messages.Heartbeat(phase=self.phase[: messages.MAX_TEXT], trainer_keys=self._trainer_keys))
+                )
             self._watch(now)
         if self._monitor is not None:
             self._dealer.disable_monitor()
@@ -201,7 +192,7 @@ class FramePump:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not retry by itself
             self._leave("another coordinator goes on with the run, and does not accept the key of this process", now)
 
-    def _take_welcome(self, welcome: Welcome, now: float) -> None:
+    def _take_welcome(self, welcome: messages.Welcome, now: float) -> None:
         """Rejoin the run under another coordinator, by the same name."""
         if (welcome.run_id, welcome.name) != (self._welcome.run_id, self._welcome.name):
             self._leave(f"another coordinator takes this process for {welcome.name} of run {welcome.run_id}", now)
@@ -213,7 +204,7 @@ class FramePump:
     def _leave(self, reason: str, now: float) -> None:
         """Have the process end as if it had been told to."""
         if self._end_by == math.inf:
-            shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=True)
+            shutdown = messages.Shutdown(reason=reason[: messages.MAX_TEXT], is_awaited_anew=True)
             self._end_by, self._end_code = now + SHUTDOWN_GRACE_S, exit_code(shutdown)
             self._arrived.send_multipart(encode(shutdown))
 
@@ -236,7 +227,13 @@ class Link(Generic[Incoming]):
     """
 
     def __init__(
-        self, coordinator: str, service: ServiceKind, identity: str, incoming: Any, keys: ProcessKeys, keys_of: str = ""
+        self,
+        coordinator: str,
+        service: messages.ServiceKind,
+        identity: str,
+        incoming: Any,
+        keys: ProcessKeys,
+        keys_of: str = "",
     ) -> None:
         """Create a link that has not joined yet; `keys_of` names the source of the keys, for errors."""
         self._coordinator = coordinator
@@ -263,7 +260,9 @@ class Link(Generic[Incoming]):
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def join(self, hello: Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None) -> Welcome:
+    def join(
+        self, hello: messages.Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None
+    ) -> messages.Welcome:
         """Say hello until the coordinator answers; call `is_waiting` if it does not answer at once.
 
         Raises `ConfigError` for an invalid address, `NotAdmitted` if the coordinator refuses for now or does not
@@ -279,7 +278,7 @@ class Link(Generic[Incoming]):
                     with contextlib.closing(socket) as dealer:
                         admission.register(dealer, hello, self.own.public)
                 try:
-                    welcome = admission.ask(self._dealer, hello, Welcome)
+                    welcome = admission.ask(self._dealer, hello, messages.Welcome)
                 except KeyRefused:
                     if not self._keys.is_joining:
                         raise
@@ -324,7 +323,7 @@ class Link(Generic[Incoming]):
         """Say goodbye and stop the thread."""
         if self._thread is None:
             return
-        self.send(encode(Goodbye(reason=reason[:MAX_TEXT])))
+        self.send(encode(messages.Goodbye(reason=reason[: messages.MAX_TEXT])))
         self.send([b""])  # tells our own thread to end
         self._thread.join(timeout=SHUTDOWN_GRACE_S)
         self._thread = None
@@ -341,7 +340,7 @@ class Link(Generic[Incoming]):
         self._waker.close()
         self._context.term()
 
-    def _start(self, hello: Hello, welcome: Welcome) -> None:
+    def _start(self, hello: messages.Hello, welcome: messages.Welcome) -> None:
         hello = msgspec.structs.replace(hello, index=welcome.index)
         self._pump = FramePump(self._dealer, self._queued, self._arrived, hello, welcome, self.trainers)
         self._thread = threading.Thread(target=self._pump.run, name="link", daemon=True)

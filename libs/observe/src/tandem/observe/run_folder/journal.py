@@ -17,14 +17,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from tandem.observe.run_folder.journal_file import (
-    connect_checked,
-    damage,
-    file_errors,
-    is_taken,
-    require_journal,
-    snapshot,
-)
+from tandem.observe.run_folder import journal_file
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 """Ways in which a run can end."""
@@ -43,7 +36,7 @@ def outcome_in(line: str) -> Outcome | None:
 
 def state_of(folder: Path, newest_event: str) -> State:
     """Return the state of the run in a folder, by its newest event since it was last started."""
-    return outcome_in(newest_event) or ("running" if is_taken(folder) else "ended")
+    return outcome_in(newest_event) or ("running" if journal_file.is_taken(folder) else "ended")
 
 
 LATE_METRICS = "evaluation"
@@ -125,11 +118,11 @@ class JournalReader:
     def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
         self.folder = folder
         self._connection = connection
-        with file_errors(folder):
+        with journal_file.file_errors(folder):
             row = connection.execute(
                 "SELECT run_id, created_at, algorithm, protocol_version, package_version FROM run"
             ).fetchone()
-        with damage(folder):
+        with journal_file.damage(folder):
             if row is None:
                 raise LookupError("it names no run")
             self.run = msgspec.convert(dict(zip(RunRecord.__struct_fields__, row, strict=True)), RunRecord)
@@ -143,7 +136,7 @@ class JournalReader:
     def config_json(self) -> bytes:
         """Current configuration of the run: the last one written."""
         rows = self.rows("SELECT json FROM configs ORDER BY id DESC LIMIT 1")
-        with damage(self.folder):
+        with journal_file.damage(self.folder):
             if not rows or not isinstance(rows[0][0], bytes):
                 raise LookupError("it has no configuration")
             return rows[0][0]
@@ -178,7 +171,7 @@ class JournalReader:
     def refits(self) -> list[RefitRecord]:
         """Return every refit of a valid version, in order."""
         rows = self.rows("SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id")
-        with damage(self.folder):
+        with journal_file.damage(self.folder):
             return [read_refit(record) for (record,) in rows]
 
     def events(self) -> list[tuple[float, str, str]]:
@@ -195,7 +188,7 @@ class JournalReader:
 
     def last_event(self) -> str:
         """Return the newest event, as `last_event` does."""
-        with file_errors(self.folder):
+        with journal_file.file_errors(self.folder):
             return last_event(self._connection)
 
     def close(self) -> None:
@@ -210,18 +203,18 @@ class JournalReader:
 
     def rows(self, query: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query."""
-        with file_errors(self.folder):
+        with journal_file.file_errors(self.folder):
             return self._connection.execute(query, values).fetchall()
 
     def _steps(self, which: str) -> list[StepRecord]:
-        with file_errors(self.folder), snapshot(self._connection):
+        with journal_file.file_errors(self.folder), journal_file.snapshot(self._connection):
             heads = self.rows(f"SELECT id, step, version, checkpoint, committed_at FROM steps WHERE {which}")
             step_ids = f"(SELECT id FROM steps WHERE {which})"
             metrics = self.rows(f"SELECT step_id, name, value FROM metrics WHERE step_id IN {step_ids}")
             seconds = self.rows(f"SELECT step_id, phase, seconds FROM seconds WHERE step_id IN {step_ids}")
         metrics_of: dict[int, dict[str, float]] = {}
         seconds_of: dict[int, dict[str, float]] = {}
-        with damage(self.folder):
+        with journal_file.damage(self.folder):
             for step_id, name, value in metrics:
                 # SQLite has no NaN and stores it as NULL.
                 metrics_of.setdefault(step_id, {})[name] = math.nan if value is None else float(value)
@@ -254,7 +247,7 @@ def read_journal(folder: Path, *, checks_pages: bool = True) -> JournalReader:
         RunFolderError: there is no journal, or it cannot be read.
 
     """
-    require_journal(folder)
-    connection = connect_checked(folder, checks_pages=checks_pages)
+    journal_file.require_journal(folder)
+    connection = journal_file.connect_checked(folder, checks_pages=checks_pages)
     connection.execute("PRAGMA query_only = ON")
     return JournalReader(folder, connection)

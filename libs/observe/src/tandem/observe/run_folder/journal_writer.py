@@ -17,17 +17,8 @@ from typing import Self
 import msgspec
 
 from tandem.common.errors import RunFolderError
+from tandem.observe.run_folder import journal_file
 from tandem.observe.run_folder.journal import LATE_METRICS, JournalReader, RefitRecord, StepRecord
-from tandem.observe.run_folder.journal_file import (
-    SCHEMA_VERSION,
-    connect_checked,
-    new_run_id,
-    raise_file_error,
-    refuse_journal,
-    require_journal,
-    take_folder,
-    write_new_file,
-)
 
 _SHORTAGE_S = 8.0
 """Longest wait for a descriptor if other threads have taken the reserve's, too: connections of strangers end after five
@@ -100,11 +91,11 @@ class Journal(JournalReader):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from error
-        lock = take_folder(folder)
+        lock = journal_file.take_folder(folder)
         try:
-            refuse_journal(folder)
-            write_new_file(folder, run_id or new_run_id(), config_json, algorithm)
-            return cls(folder, connect_checked(folder), lock)
+            journal_file.refuse_journal(folder)
+            journal_file.write_new_file(folder, run_id or journal_file.new_run_id(), config_json, algorithm)
+            return cls(folder, journal_file.connect_checked(folder), lock)
         except BaseException:
             os.close(lock)
             raise
@@ -117,10 +108,10 @@ class Journal(JournalReader):
             RunFolderError: there is no run, a coordinator is running in it, or the journal cannot be read.
 
         """
-        require_journal(folder)
-        lock = take_folder(folder)
+        journal_file.require_journal(folder)
+        lock = journal_file.take_folder(folder)
         try:
-            return cls(folder, connect_checked(folder), lock)
+            return cls(folder, journal_file.connect_checked(folder), lock)
         except BaseException:
             os.close(lock)
             raise
@@ -214,7 +205,7 @@ class Journal(JournalReader):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 # The first statement that writes opens the rollback file.
-                self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                self._connection.execute(f"PRAGMA user_version = {journal_file.SCHEMA_VERSION}")
             except sqlite3.OperationalError as error:
                 self._roll_back()
                 if error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN or time.monotonic() > deadline:
@@ -240,4 +231,4 @@ class Journal(JournalReader):
                     self._roll_back()
                     raise
         except (sqlite3.Error, OSError) as error:
-            raise_file_error(self.folder, error)
+            journal_file.raise_file_error(self.folder, error)

@@ -19,16 +19,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from tandem.common import messages
 from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import DataError, WireError
 from tandem.common.keys import KeyPair
-from tandem.common.messages import (
-    MAX_IMAGE_BYTES_FETCHED,
-    MAX_IMAGES_FETCHED,
-    FetchImages,
-    ImagesFetched,
-    Listener,
-)
 from tandem.common.wire import AnsweringThread, Arrays, CallerConnections, Frames, MessageCodec, encode
 from tandem.samples.batch import SampleBatch
 from tandem.samples.images.reading import DEFAULT_LIMITS
@@ -38,11 +32,11 @@ COORDINATOR = "coordinator"
 _PATIENCE_S = 5.0
 """How long one that is asked may be without a connection."""
 _POLL_S = 0.2
-_MAX_REPLY_BYTES = max(MAX_IMAGE_BYTES_FETCHED, DEFAULT_LIMITS.max_bytes)
+_MAX_REPLY_BYTES = max(messages.MAX_IMAGE_BYTES_FETCHED, DEFAULT_LIMITS.max_bytes)
 _MAX_REQUEST_BYTES = 2**20
 
 
-def answer(images: ImageFolder, run_id: str, request: FetchImages) -> Frames:
+def answer(images: ImageFolder, run_id: str, request: messages.FetchImages) -> Frames:
     """Return the reply to a request: images that a folder has, as many as fit into a message."""
     data_of_digest: dict[str, bytes] = {}
     gone = []
@@ -56,10 +50,10 @@ def answer(images: ImageFolder, run_id: str, request: FetchImages) -> Frames:
             gone.append(digest)
             continue
         num_bytes += len(data)
-        if data_of_digest and num_bytes > MAX_IMAGE_BYTES_FETCHED:
+        if data_of_digest and num_bytes > messages.MAX_IMAGE_BYTES_FETCHED:
             break
         data_of_digest[digest] = data
-    reply = ImagesFetched(
+    reply = messages.ImagesFetched(
         request_id=request.request_id,
         digests=tuple(data_of_digest),
         sizes=tuple(map(len, data_of_digest.values())),
@@ -75,7 +69,7 @@ class ImageServer:
         """Listen on a port of `host`, for the processes with these keys."""
         answering = partial(answer, images, run_id)
         self._answering = AnsweringThread(
-            host, admitted, FetchImages, answering, name="images", max_bytes=_MAX_REQUEST_BYTES
+            host, admitted, messages.FetchImages, answering, name="images", max_bytes=_MAX_REQUEST_BYTES
         )
         self.at = self._answering.at
         """Its listener."""
@@ -92,19 +86,21 @@ class ImageFetcher:
         """Take the process's own view of the run's folder, its name, and the keys that prove it."""
         self._images = images
         self._name, self._run_id, self._key_pair = name, run_id, key_pair
-        self._coordinator: Listener | None = None
+        self._coordinator: messages.Listener | None = None
 
-    def begin(self, images_at: Listener | None, coordinator: str) -> None:
+    def begin(self, images_at: messages.Listener | None, coordinator: str) -> None:
         """Take the port and key of the coordinator's images; its host is that of `coordinator`, its own address."""
         if images_at is not None:
             address = f"{coordinator.rpartition(':')[0]}:{urlsplit(images_at.address).port}"
-            self._coordinator = Listener(address=address, public_key=images_at.public_key)
+            self._coordinator = messages.Listener(address=address, public_key=images_at.public_key)
 
     def fetch(self, digests: Iterable[str], timeout_s: float) -> list[str]:
         """Have these images in the folder; return why some are not to be had, with the names of those asked."""
         return [*self.fetch_from(dict.fromkeys(digests, COORDINATOR), {}, timeout_s).values()]
 
-    def fetch_batch(self, batch: SampleBatch, sources: Mapping[str, Listener], timeout_s: float) -> dict[str, str]:
+    def fetch_batch(
+        self, batch: SampleBatch, sources: Mapping[str, messages.Listener], timeout_s: float
+    ) -> dict[str, str]:
         """Have the images of a batch in the folder; return why some are not to be had, by the source of a sample."""
         names = sorted(sources)
         flat = batch.image_digests_IX.tobytes().hex()
@@ -116,7 +112,7 @@ class ImageFetcher:
         return self.fetch_from(source_by_digest, sources, timeout_s)
 
     def fetch_from(
-        self, source_by_digest: Mapping[str, str], sources: Mapping[str, Listener], timeout_s: float
+        self, source_by_digest: Mapping[str, str], sources: Mapping[str, messages.Listener], timeout_s: float
     ) -> dict[str, str]:
         """Have images in the folder; return why some are not to be had, by source.
 
@@ -146,7 +142,7 @@ class ImageFetcher:
 
     def _ask(
         self,
-        listeners: Mapping[str, Listener],
+        listeners: Mapping[str, messages.Listener],
         digests_by_name: Mapping[str, list[str]],
         deadline: float,
         timeout_s: float,
@@ -177,7 +173,7 @@ class ImageFetcher:
 class _Inquiry:
     """The requests to one process, one at a time."""
 
-    _codec: MessageCodec[ImagesFetched] = MessageCodec(ImagesFetched)
+    _codec: MessageCodec[messages.ImagesFetched] = MessageCodec(messages.ImagesFetched)
 
     def __init__(self, images: ImageFolder, run_id: str, digests: list[str]) -> None:
         self._images, self._run_id = images, run_id
@@ -196,9 +192,11 @@ class _Inquiry:
         if self._left:
             self._left, self.why = [], reason
 
-    def request(self) -> FetchImages:
+    def request(self) -> messages.FetchImages:
         """Return the next request, or the same one again."""
-        return FetchImages(run_id=self._run_id, request_id=self._number, digests=tuple(self._left[:MAX_IMAGES_FETCHED]))
+        return messages.FetchImages(
+            run_id=self._run_id, request_id=self._number, digests=tuple(self._left[: messages.MAX_IMAGES_FETCHED])
+        )
 
     def take(self, frames: list[bytes | memoryview]) -> bool:
         """Take an answer; return False if it is one that was taken before."""
@@ -212,10 +210,10 @@ class _Inquiry:
         self._number += 1
         return True
 
-    def _keep(self, reply: ImagesFetched, arrays: Arrays) -> None:
+    def _keep(self, reply: messages.ImagesFetched, arrays: Arrays) -> None:
         """Keep the images of an answer in the folder. Raises `WireError` unless they are what was asked for."""
         answered = {*reply.digests, *reply.gone}
-        requested = {*self._left[:MAX_IMAGES_FETCHED]}
+        requested = {*self._left[: messages.MAX_IMAGES_FETCHED]}
         if not answered or not answered <= requested or len(reply.digests) + len(reply.gone) != len(answered):
             raise WireError("digests: not those that were asked for")
         bytes_B = arrays.get("bytes_B")

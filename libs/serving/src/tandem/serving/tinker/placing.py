@@ -21,16 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.serving.tinker.calls import (
-    RECALLS,
-    Answer,
-    Call,
-    CallDesk,
-    CallFailed,
-    EngineAdapterSets,
-    PublishedSet,
-    RecallWeights,
-)
+from tandem.serving.tinker import calls
 from tandem.serving.tinker.sampling import MissingVersion, SamplingEngines, VersionedSamples
 
 _LOOK_S = 0.2
@@ -39,7 +30,7 @@ _MOST_AT_ONCE = 2048
 
 Ask = Callable[[dict[str, Any]], Awaitable[VersionedSamples]]
 """A way to ask engines. Raises `NoAnswer`, and `CallFailed` if a sample is of another version than it has to be."""
-Put = Callable[[Call, Callable[[Answer | CallFailed], None], int, int], None]
+Put = Callable[[calls.Call, Callable[[calls.Answer | calls.CallFailed], None], int, int], None]
 """A way to put a call on the desk, for a set, in a turn."""
 
 
@@ -55,7 +46,7 @@ class SamplingSession:
     """A sampling session."""
 
     def __init__(
-        self, sampler_id: str, owner: str, attempt: int, weights: PublishedSet | LatestWeights, path: str | None
+        self, sampler_id: str, owner: str, attempt: int, weights: calls.PublishedSet | LatestWeights, path: str | None
     ) -> None:
         self.sampler_id = sampler_id
         self.owner = owner
@@ -64,29 +55,31 @@ class SamplingSession:
         """Published weights, or whichever a model has published last."""
         self.path = path
 
-    def number_in(self, desk: CallDesk) -> int:
+    def number_in(self, desk: calls.CallDesk) -> int:
         """Return the set of its weights."""
-        if isinstance(self.weights, PublishedSet):
+        if isinstance(self.weights, calls.PublishedSet):
             return self.weights.number
         return desk.latest.get(self.weights.number, desk.base)
 
-    def check(self, desk: CallDesk) -> None:
+    def check(self, desk: calls.CallDesk) -> None:
         """Raise `CallFailed` if it is over."""
         if self.attempt != desk.attempt:
             reason = f"sampling session {self.sampler_id}: its weights are lost, because a trainer was"
-            raise CallFailed(reason, is_users=True)
+            raise calls.CallFailed(reason, is_users=True)
         if isinstance(self.weights, LatestWeights):
             if desk.model_ids.get(self.weights.number) != self.weights.model_id:
                 reason = f"sampling session {self.sampler_id}: another model is in the place of its own"
-                raise CallFailed(reason, is_users=True)
+                raise calls.CallFailed(reason, is_users=True)
             return
         number, version = self.weights.number, self.weights.version
         is_renewed = desk.renewed == number if desk.held is None else number in desk.held.renewed
         if version != desk.newest.get(number) or is_renewed:
-            raise CallFailed(f"sampling session {self.sampler_id}: {describe_replaced(desk, version)}", is_users=True)
+            raise calls.CallFailed(
+                f"sampling session {self.sampler_id}: {describe_replaced(desk, version)}", is_users=True
+            )
 
 
-def describe_replaced(desk: CallDesk, version: int) -> str:
+def describe_replaced(desk: calls.CallDesk, version: int) -> str:
     """Describe why published weights cannot be sampled from any more."""
     count = desk.most_published
     versions = "one published version" if count == 1 else f"{count} published versions"
@@ -107,7 +100,7 @@ class AnyPlaces(Protocol):
         ...
 
 
-def places_of(desk: CallDesk, engines: SamplingEngines, put: Put) -> AnyPlaces:
+def places_of(desk: calls.CallDesk, engines: SamplingEngines, put: Put) -> AnyPlaces:
     """Return places in the engines of a run."""
     return WeightPlaces(desk, engines, put) if desk.held is None else PlacesApart(desk, desk.held, engines, put)
 
@@ -115,11 +108,11 @@ def places_of(desk: CallDesk, engines: SamplingEngines, put: Put) -> AnyPlaces:
 class WeightPlaces:
     """Places in engines that hold the weights of one model."""
 
-    def __init__(self, desk: CallDesk, engines: SamplingEngines, put: Put) -> None:
+    def __init__(self, desk: calls.CallDesk, engines: SamplingEngines, put: Put) -> None:
         self._desk = desk
         self._engines = engines
         self._put = put
-        self._recalls: dict[int, list[asyncio.Future[Answer | CallFailed]]] = {}
+        self._recalls: dict[int, list[asyncio.Future[calls.Answer | calls.CallFailed]]] = {}
         """Samples that wait until engines hold a set, by its number."""
 
     @asynccontextmanager
@@ -157,23 +150,23 @@ class WeightPlaces:
             return
         try:
             sampler.check(desk)
-        except CallFailed:
+        except calls.CallFailed:
             desk.num_samples -= 1
             raise
         desk.num_samples -= 1
         if number not in self._recalls:
             self._recalls[number] = []
-            self._put(RecallWeights(), partial(self._finish_recall, number), number, RECALLS)
-        waiting: asyncio.Future[Answer | CallFailed] = asyncio.get_running_loop().create_future()
+            self._put(calls.RecallWeights(), partial(self._finish_recall, number), number, calls.RECALLS)
+        waiting: asyncio.Future[calls.Answer | calls.CallFailed] = asyncio.get_running_loop().create_future()
         self._recalls[number].append(waiting)
         answer = await waiting
-        if isinstance(answer, CallFailed):
+        if isinstance(answer, calls.CallFailed):
             raise answer
 
-    def _finish_recall(self, number: int, answer: Answer | CallFailed) -> None:
+    def _finish_recall(self, number: int, answer: calls.Answer | calls.CallFailed) -> None:
         """Let samples begin that have waited for their weights."""
         waiting = [future for future in self._recalls.pop(number) if not future.done()]  # others were given up
-        if not isinstance(answer, CallFailed):
+        if not isinstance(answer, calls.CallFailed):
             self._desk.num_samples += len(waiting)
             self._desk.is_reserved = False
         for future in waiting:
@@ -183,19 +176,21 @@ class WeightPlaces:
 class PlacesApart:
     """Places in engines that hold the adapters of several models."""
 
-    def __init__(self, desk: CallDesk, adapter_sets: EngineAdapterSets, engines: SamplingEngines, put: Put) -> None:
+    def __init__(
+        self, desk: calls.CallDesk, adapter_sets: calls.EngineAdapterSets, engines: SamplingEngines, put: Put
+    ) -> None:
         self._desk = desk
         self._held = adapter_sets
         self._engines = engines
         self._put = put
         self._shares = EqualShares(max(1, _MOST_AT_ONCE // (desk.most_models + 1)))
-        self._recalls: dict[int, asyncio.Future[Answer | CallFailed]] = {}
+        self._recalls: dict[int, asyncio.Future[calls.Answer | calls.CallFailed]] = {}
         """Recalls in progress, by the number of the set."""
 
     @asynccontextmanager
     async def place(self, sampler: SamplingSession, num_samples: int) -> AsyncIterator[tuple[int, Ask]]:
         """Return a context; see `AnyPlaces`."""
-        number, is_fixed = sampler.number_in(self._desk), isinstance(sampler.weights, PublishedSet)
+        number, is_fixed = sampler.number_in(self._desk), isinstance(sampler.weights, calls.PublishedSet)
         self._desk.note_use(number)
         async with self._shares.share(self._desk.model_of(number), num_samples):
             self._held.num_samples[number] += is_fixed  # before the look: then nothing newer is published meanwhile
@@ -212,7 +207,7 @@ class PlacesApart:
             version = versions.get(number)
             if version is None:
                 sampler.check(self._desk)
-                raise CallFailed(f"sampling session {sampler.sampler_id}: its weights are not there")
+                raise calls.CallFailed(f"sampling session {sampler.sampler_id}: its weights are not there")
             try:
                 sets = self._desk.base, *self._desk.latest.values()
                 newest = [versions[number] for number in sets if number in versions]
@@ -235,12 +230,12 @@ class PlacesApart:
         recall = self._recalls.get(number)
         if recall is None:
             self._recalls[number] = recall = asyncio.get_running_loop().create_future()
-            self._put(RecallWeights(), partial(self._finish_recall, number), number, RECALLS)
+            self._put(calls.RecallWeights(), partial(self._finish_recall, number), number, calls.RECALLS)
         answer = await asyncio.shield(recall)
-        if isinstance(answer, CallFailed):
+        if isinstance(answer, calls.CallFailed):
             raise answer
 
-    def _finish_recall(self, number: int, answer: Answer | CallFailed) -> None:
+    def _finish_recall(self, number: int, answer: calls.Answer | calls.CallFailed) -> None:
         self._recalls.pop(number).set_result(answer)
 
 
@@ -294,5 +289,5 @@ async def _sample_version(engines: SamplingEngines, version: int, question: dict
     """Return samples of one version. Raises `CallFailed` if they are of another."""
     samples = await engines.sample(question)
     if samples.versions != [version]:
-        raise CallFailed(f"it was made by versions {samples.versions}, not by {version} alone")
+        raise calls.CallFailed(f"it was made by versions {samples.versions}, not by {version} alone")
     return samples

@@ -20,20 +20,7 @@ from queue import SimpleQueue
 
 from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal import read_journal
-from tandem.serving.tinker import call_files
-from tandem.serving.tinker.calls import (
-    AddGradients,
-    Answer,
-    CallDesk,
-    CallFailed,
-    GradientsScored,
-    PendingCall,
-    PublishWeights,
-    RecallWeights,
-    RestoreState,
-    SaveState,
-    TakeStep,
-)
+from tandem.serving.tinker import call_files, calls
 
 _MOST_TOKENS_BEHIND = 1 << 26
 """Tokens that wait to be written; then the disk is too slow."""
@@ -43,25 +30,25 @@ _END_S = 60.0
 Say = Callable[[str], None]
 
 
-class RecordingDesk(CallDesk):
+class RecordingDesk(calls.CallDesk):
     """A desk that records the calls of models."""
 
     def __init__(self, most_models: int, most_published: int, record: ModelRecords) -> None:
         super().__init__(most_models, most_published)
         self._record = record
 
-    def take(self, turn: int) -> PendingCall:
+    def take(self, turn: int) -> calls.PendingCall:
         """Return the next call of a queue, whose answer is recorded."""
         pending = super().take(turn)
-        if not pending.model or isinstance(pending.call, PublishWeights | RecallWeights):
+        if not pending.model or isinstance(pending.call, calls.PublishWeights | calls.RecallWeights):
             return pending
-        if isinstance(pending.call, AddGradients) and not pending.call.has_gradient:
+        if isinstance(pending.call, calls.AddGradients) and not pending.call.has_gradient:
             return pending
         self._record.holds(pending.number, pending.model)
         answer = partial(self._note_answer, pending, self.attempt)
-        return PendingCall(pending.call, answer, pending.number, pending.turn, pending.model)
+        return calls.PendingCall(pending.call, answer, pending.number, pending.turn, pending.model)
 
-    def _note_answer(self, pending: PendingCall, attempt: int, answer: Answer | CallFailed) -> None:
+    def _note_answer(self, pending: calls.PendingCall, attempt: int, answer: calls.Answer | calls.CallFailed) -> None:
         if attempt == self.attempt:  # else a trainer was lost, and the model with it
             self._record.add(pending.model, pending.call, answer)
         pending.answer(answer)
@@ -102,15 +89,21 @@ class ModelRecords:
             self._trained[number] = model
             self._queue.put(partial(self._close, before))
 
-    def add(self, model: str, call: object, answer: Answer | CallFailed) -> None:
+    def add(self, model: str, call: object, answer: calls.Answer | calls.CallFailed) -> None:
         """Note a call."""
-        num_tokens = sum(len(each.token_ids) for each in call.sequences) if isinstance(call, AddGradients) else 0
+        num_tokens = sum(len(each.token_ids) for each in call.sequences) if isinstance(call, calls.AddGradients) else 0
         with self._lock:
             self._behind += num_tokens
             is_late = self._behind > _MOST_TOKENS_BEHIND
         # Now, because the client may replace the state as soon as it has the answer.
-        is_of_state = isinstance(call, SaveState | RestoreState) and not isinstance(answer, CallFailed)
-        state = call_files.digest_of_state(call) if is_of_state and isinstance(call, SaveState | RestoreState) else ""
+        is_of_state = isinstance(call, calls.SaveState | calls.RestoreState) and not isinstance(
+            answer, calls.CallFailed
+        )
+        state = (
+            call_files.digest_of_state(call)
+            if is_of_state and isinstance(call, calls.SaveState | calls.RestoreState)
+            else ""
+        )
         make_frame = None if is_late else partial(self._frame_of, call, answer, state)
         self._queue.put(partial(self._write, model, make_frame, num_tokens))
 
@@ -191,20 +184,22 @@ class ModelRecords:
         if file is not None:
             os.close(file)
 
-    def _frame_of(self, call: object, answer: Answer | CallFailed, state: str, index: int) -> call_files.Done:
-        error = str(answer) if isinstance(answer, CallFailed) else ""
+    def _frame_of(
+        self, call: object, answer: calls.Answer | calls.CallFailed, state: str, index: int
+    ) -> call_files.Done:
+        error = str(answer) if isinstance(answer, calls.CallFailed) else ""
         match call:
-            case AddGradients():
-                assert isinstance(answer, GradientsScored | CallFailed), "as asked for"
+            case calls.AddGradients():
+                assert isinstance(answer, calls.GradientsScored | calls.CallFailed), "as asked for"
                 return call_files.gradient_done(index, call, answer)
-            case TakeStep():
+            case calls.TakeStep():
                 norm = 0.0 if error else float(str(answer))
                 return call_files.StepDone(index=index, error=error, step=call, norm=norm)
-            case RestoreState(folder=folder, with_optimizer=with_optimizer):
+            case calls.RestoreState(folder=folder, with_optimizer=with_optimizer):
                 return call_files.RestoreDone(
                     index=index, error=error, folder=folder, with_optimizer=with_optimizer, state=state
                 )
-            case SaveState(folder=folder):
+            case calls.SaveState(folder=folder):
                 return call_files.SaveDone(index=index, error=error, folder=folder, state=state)
             case _:
                 raise AssertionError("calls of models")

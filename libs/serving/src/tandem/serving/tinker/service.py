@@ -27,17 +27,7 @@ import msgspec
 from tandem.config import Config
 from tandem.config.models import hub
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.calls import (
-    Answer,
-    Call,
-    CallDesk,
-    CallFailed,
-    PublishedSet,
-    PublishWeights,
-    RestoreState,
-    SaveState,
-)
+from tandem.serving.tinker import calls, proto, requests
 from tandem.serving.tinker.futures import FinishedRequest, RequestFutures, RequestSummary, failure
 from tandem.serving.tinker.gradients import ClientLimits, gradient_call, scored_result, step_call
 from tandem.serving.tinker.placing import LatestWeights, SamplingSession, describe_replaced
@@ -103,7 +93,7 @@ class PublishedWeights(msgspec.Struct, frozen=True):
 
     owner: str
     attempt: int
-    weights: PublishedSet
+    weights: calls.PublishedSet
     created_at: str
 
 
@@ -111,7 +101,7 @@ class TinkerService:
     """The front end. Methods raise `TinkerRefused`."""
 
     def __init__(
-        self, desk: CallDesk, config: Config, engines: SamplingEngines, states: StateFolder, most_tokens: int
+        self, desk: calls.CallDesk, config: Config, engines: SamplingEngines, states: StateFolder, most_tokens: int
     ) -> None:
         self._desk = desk
         self._config = config
@@ -214,7 +204,7 @@ class TinkerService:
             weights = f"adapters of rank {server_rank}" if server_rank else "all weights"
             raise TinkerRefused(f"lora_config.rank: {rank}; this server trains {weights}: ask for rank={server_rank}")
         return self._create(
-            session, body.model_seq_id, body.user_metadata, RestoreState(folder="", with_optimizer=False)
+            session, body.model_seq_id, body.user_metadata, calls.RestoreState(folder="", with_optimizer=False)
         )
 
     def load_weights(self, owner: str, body: requests.LoadWeights) -> dict[str, Any]:
@@ -225,7 +215,7 @@ class TinkerService:
             model = self._model(owner, body.model_id)
             reply = {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 
-            def find() -> Call:
+            def find() -> calls.Call:
                 return self._find_state(owner, body)
 
             about = RequestSummary(kind="load_weights", model=model.model_id)
@@ -239,18 +229,18 @@ class TinkerService:
             self._check_optimizer(body.optimizer_config)
         return self._create(session, body.model_seq_id, body.user_metadata, self._find_state(owner, body), body.path)
 
-    def _find_state(self, owner: str, body: requests.LoadWeights) -> RestoreState:
+    def _find_state(self, owner: str, body: requests.LoadWeights) -> calls.RestoreState:
         record, folder = self._states.find(body.path, owner)
         if record.base_model != self.base_model or record.lora_rank != self.lora_rank:
             raise TinkerRefused(f"{body.path}: was saved of {record.base_model}, trained otherwise than here")
-        return RestoreState(folder=str(folder), with_optimizer=body.optimizer)
+        return calls.RestoreState(folder=str(folder), with_optimizer=body.optimizer)
 
     def _create(
         self,
         session: TinkerSession,
         number: int,
         metadata: dict[str, Any] | None,
-        call: RestoreState,
+        call: calls.RestoreState,
         path: str | None = None,
     ) -> dict[str, Any]:
         model_id = f"{session.session_id}:train:{number}"
@@ -266,8 +256,8 @@ class TinkerService:
             about = RequestSummary(kind="create_model" if path is None else "load_weights", model=model_id)
             self.futures.begin(request_id, session.owner, about)
 
-            def answered(answer: Answer | CallFailed) -> None:
-                if isinstance(answer, CallFailed):
+            def answered(answer: calls.Answer | calls.CallFailed) -> None:
+                if isinstance(answer, calls.CallFailed):
                     self._end(model, str(answer))
                     self._fail(request_id, str(answer), is_users=answer.is_users)
                 else:
@@ -345,7 +335,7 @@ class TinkerService:
         """Step the optimizer."""
         model = self._model(owner, body.model_id)
 
-        def stepped(answer: Answer) -> FinishedRequest:
+        def stepped(answer: calls.Answer) -> FinishedRequest:
             return _json({"metrics": {"grad_norm": answer}})
 
         about = RequestSummary(kind="optim_step", model=model.model_id)
@@ -359,7 +349,7 @@ class TinkerService:
         is_external = isinstance(body, requests.SaveExternal)
         states, kind = (self.saved.external, "save_weights_external") if is_external else (self._states, "save_weights")
 
-        def begin() -> Call:
+        def begin() -> calls.Call:
             check_ttl(body.ttl_seconds)
             if isinstance(body, requests.SaveExternal) and body.age_encryption_recipients:
                 raise TinkerRefused("age_encryption_recipients: are not served")
@@ -368,9 +358,9 @@ class TinkerService:
                 if isinstance(body, requests.SaveExternal) or not body.overwrite:
                     raise TinkerRefused(f"path: {name!r} is saved already; overwrite=True of save_weights replaces it")
                 states.delete(f"tinker://{model.model_id}/{states.kind}/{name}", owner)
-            return SaveState(folder=str(folder))
+            return calls.SaveState(folder=str(folder))
 
-        def saved(answer: Answer) -> FinishedRequest:
+        def saved(answer: calls.Answer) -> FinishedRequest:
             assert isinstance(answer, int), "the bytes"
             record = StateRecord(
                 owner=owner,
@@ -393,13 +383,13 @@ class TinkerService:
         """Bring the weights to the engines."""
         model = self._model(owner, body.model_id)
 
-        def begin() -> Call:
+        def begin() -> calls.Call:
             if body.path is None and body.sampling_session_seq_id is None:
                 raise TinkerRefused("path or sampling_session_seq_id is needed")
-            return PublishWeights()
+            return calls.PublishWeights()
 
-        def published(answer: Answer) -> FinishedRequest:
-            assert isinstance(answer, PublishedSet), "as asked for"
+        def published(answer: calls.Answer) -> FinishedRequest:
+            assert isinstance(answer, calls.PublishedSet), "as asked for"
             if body.path is not None:
                 path = f"tinker://{model.model_id}/sampler_weights/{body.path}"
                 _keep(self._published, path, PublishedWeights(owner, self._desk.attempt, answer, now()))
@@ -417,7 +407,7 @@ class TinkerService:
     def create_sampler(self, owner: str, body: requests.CreateSamplingSession) -> dict[str, Any]:
         """Begin a sampling session of published weights, or of the base model."""
         session = self._session(owner, body.session_id)
-        weights = PublishedSet(self._desk.base, self._desk.first_version)
+        weights = calls.PublishedSet(self._desk.base, self._desk.first_version)
         if not self._desk.is_open:
             raise TinkerRefused("the run is starting: ask again later", 503)
         if body.model_path is not None:
@@ -523,8 +513,8 @@ class TinkerService:
         model: ClientModel,
         seq: int,
         about: RequestSummary,
-        begin: Callable[[], Call],
-        result: Callable[[Answer], FinishedRequest],
+        begin: Callable[[], calls.Call],
+        result: Callable[[calls.Answer], FinishedRequest],
     ) -> dict[str, Any]:
         """Carry a request out once all before it have begun; return its future."""
         request_id = f"{model.model_id}:{seq}"
@@ -570,8 +560,8 @@ class TinkerService:
         self,
         model: ClientModel,
         request_id: str,
-        begin: Callable[[], Call],
-        result: Callable[[Answer], FinishedRequest],
+        begin: Callable[[], calls.Call],
+        result: Callable[[calls.Answer], FinishedRequest],
     ) -> None:
         if model.attempt != self._desk.attempt:
             self._fail(request_id, f"{model.model_id}: {_LOST}")
@@ -582,9 +572,9 @@ class TinkerService:
             self._fail(request_id, str(error), is_users=True)
             return
 
-        def answered(answer: Answer | CallFailed) -> None:
-            if isinstance(answer, CallFailed):
-                if isinstance(call, RestoreState):  # some tensors may be those of the state, and others not
+        def answered(answer: calls.Answer | calls.CallFailed) -> None:
+            if isinstance(answer, calls.CallFailed):
+                if isinstance(call, calls.RestoreState):  # some tensors may be those of the state, and others not
                     self._end(model, f"its weights are undefined since this failed: {answer}")
                 self._fail(request_id, str(answer), is_users=answer.is_users)
                 return
@@ -597,8 +587,8 @@ class TinkerService:
 
     def _put(
         self,
-        call: Call,
-        answered: Callable[[Answer | CallFailed], None],
+        call: calls.Call,
+        answered: Callable[[calls.Answer | calls.CallFailed], None],
         number: int,
         turn: int | None = None,
         model_id: str = "",
@@ -606,7 +596,9 @@ class TinkerService:
         """Put a call on the desk; it is answered in this thread."""
         self._desk.put(call, partial(self._hand_over, answered), number, turn, model_id)
 
-    def _hand_over(self, answered: Callable[[Answer | CallFailed], None], answer: Answer | CallFailed) -> None:
+    def _hand_over(
+        self, answered: Callable[[calls.Answer | calls.CallFailed], None], answer: calls.Answer | calls.CallFailed
+    ) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(answered, answer)
 

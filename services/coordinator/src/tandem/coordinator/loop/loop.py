@@ -16,21 +16,7 @@ from typing import assert_never
 
 import msgspec
 
-from tandem.common.messages import (
-    AnyCommand,
-    CheckpointCopied,
-    DigestsReported,
-    EngineBuilt,
-    Evaluated,
-    Generate,
-    Generated,
-    Refitted,
-    ReleaseSamples,
-    RestoreSamples,
-    SamplesFinished,
-    Trained,
-    TrainerBuilt,
-)
+from tandem.common import messages
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import StepBatches
@@ -38,40 +24,7 @@ from tandem.coordinator.loop.interrupts import PendingInterrupts
 from tandem.coordinator.loop.recorder import RefitMetrics, ResultRecorder, StepMetrics
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.registry import ProcessRegistry
-from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import (
-    Action,
-    AwaitedByHand,
-    CommandErred,
-    CommitStep,
-    DiscardSamples,
-    DispatchBatch,
-    DispatchCommand,
-    DispatchPrompts,
-    DispatchRecord,
-    DrawPrompts,
-    DropRestored,
-    EngineDraining,
-    Event,
-    FindRestored,
-    FinishRun,
-    GroupSize,
-    LetGo,
-    Place,
-    ProcessLost,
-    ProcessReplied,
-    PromptsDrawn,
-    PublishCheckpoint,
-    RecordRefit,
-    ReplaceEngine,
-    RestoredFound,
-    RestoredGroup,
-    StepRecorded,
-    StepValidated,
-    StopRequested,
-    TellUser,
-    TimePassed,
-)
+from tandem.coordinator.scheduler import Scheduler, events
 from tandem.launch.known_processes import KnownProcesses
 from tandem.launch.launch import LocalProcesses
 
@@ -88,7 +41,7 @@ class ProcessLosses:
         registry: ProcessRegistry,
         processes: LocalProcesses,
         recorder: ResultRecorder,
-        handle: Callable[[Event], None],
+        handle: Callable[[events.Event], None],
     ) -> None:
         """`handle` gives the scheduler an event."""
         self._registry = registry
@@ -110,12 +63,12 @@ class ProcessLosses:
                 self._registry.dismiss(name, _NOT_BACK, is_over=True, is_awaited=False)
                 self._recorder.note(f"{name} is lost: {_NOT_BACK}")
 
-    def do_without(self, action: ReplaceEngine | LetGo) -> None:
+    def do_without(self, action: events.ReplaceEngine | events.LetGo) -> None:
         """Let the run go on without a process, or with another in its place."""
         match action:
-            case ReplaceEngine(process=process, reason=reason):
+            case events.ReplaceEngine(process=process, reason=reason):
                 self._replace(process, reason)
-            case LetGo():
+            case events.LetGo():
                 self._let_go(action)
 
     def _replace(self, process: str, reason: str) -> None:
@@ -128,13 +81,13 @@ class ProcessLosses:
         launched = self._processes.restart([process])
         if not launched:
             remedy = f"start another: {self._registry.describe_joining(process.rpartition('-')[0])}"
-            self._handle(AwaitedByHand(now=time.monotonic(), process=process))
+            self._handle(events.AwaitedByHand(now=time.monotonic(), process=process))
         else:
             self._registry.names.reserve(*launched)
             remedy = "another is launched in its place"
         self._recorder.note(f"{process} is lost: {reason}; {remedy}")
 
-    def _let_go(self, action: LetGo) -> None:
+    def _let_go(self, action: events.LetGo) -> None:
         """Dismiss an engine that is not replaced by a launched one."""
         process = action.process
         self.lost.pop(process, None)
@@ -185,7 +138,7 @@ class CoordinatorLoop:
         algorithm: RunningAlgorithm,
         batches: StepBatches,
         recorder: ResultRecorder,
-        find_restored: Callable[[], Mapping[Place, RestoredGroup]],
+        find_restored: Callable[[], Mapping[events.Place, events.RestoredGroup]],
     ) -> None:
         """`find_restored` finds restored groups, generated before, to train on."""
         self.scheduler = scheduler
@@ -202,12 +155,12 @@ class CoordinatorLoop:
         self._generated: dict[str, dict[int, int]] = {}
         """Requests to generate, with the step that trains on their samples; engines may still keep these."""
         self._find_restored = find_restored
-        self._finish: FinishRun | None = None
+        self._finish: events.FinishRun | None = None
         self.poll_s = _POLL_S
         """Longest wait for messages."""
         self.losses = ProcessLosses(lasting.registry, lasting.processes, recorder, self._handle)
 
-    def run(self) -> FinishRun:
+    def run(self) -> events.FinishRun:
         """Run until the scheduler finishes; return its outcome."""
         for joined in self._registry.begin_attempt():
             self._handle(joined)
@@ -222,37 +175,37 @@ class CoordinatorLoop:
                 self.recorder.note(line)
         return self._finish
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         """Give the scheduler an event, and carry out the actions that it leads to.
 
         An action that is answered at once, such as `DrawPrompts`, gives it the answer from within: the actions that the
         answer leads to are carried out before the rest of the first ones.
         """
-        if isinstance(event, ProcessLost):
+        if isinstance(event, events.ProcessLost):
             self.losses.lost[event.process] = event.reason
         actions = self.scheduler.handle(event)
         self._observers.handled(event, self.scheduler)
         for action in actions:
             self._carry_out(action)
-        if self._interrupts.are_there and any(isinstance(action, CommitStep) for action in actions):
+        if self._interrupts.are_there and any(isinstance(action, events.CommitStep) for action in actions):
             # Before the next step can train, which this one may have made needless.
             for interrupted in self._interrupted():
                 self._handle(interrupted)
 
-    def _interrupted(self) -> Iterator[StopRequested]:
+    def _interrupted(self) -> Iterator[events.StopRequested]:
         """Take the requests to end the run."""
         while (reason := self._interrupts.take()) is not None:
             self.recorder.note(reason)
-            yield StopRequested(now=time.monotonic())
+            yield events.StopRequested(now=time.monotonic())
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self) -> Iterator[events.Event]:
         """Wait for events, `poll_s` at most, and end with a tick."""
-        errors: dict[str, CommandErred] = {}
-        leaving: list[EngineDraining] = []
+        errors: dict[str, events.CommandErred] = {}
+        leaving: list[events.EngineDraining] = []
         for event in self._registry.receive(self.poll_s):
-            if isinstance(event, CommandErred):
+            if isinstance(event, events.CommandErred):
                 errors[event.process] = event
-            elif isinstance(event, EngineDraining):
+            elif isinstance(event, events.EngineDraining):
                 leaving.append(event)
             else:
                 yield event
@@ -268,9 +221,9 @@ class CoordinatorLoop:
             yield from errors.values()
             yield from (event for event in lost if event.process in errors)
         self._resend(now)
-        yield TimePassed(now=now)
+        yield events.TimePassed(now=now)
 
-    def _losses(self, patience_s: float) -> list[ProcessLost]:
+    def _losses(self, patience_s: float) -> list[events.ProcessLost]:
         """Return the launched processes that died, waiting up to `patience_s` for the first to be seen."""
         deadline = time.monotonic() + patience_s
         while not (dead := self._processes.died()) and time.monotonic() < deadline:
@@ -278,37 +231,39 @@ class CoordinatorLoop:
         if not dead:
             return []
         now = time.monotonic()
-        return [ProcessLost(now=now, process=launched.name, reason=launched.describe_death()) for launched in dead]
+        return [
+            events.ProcessLost(now=now, process=launched.name, reason=launched.describe_death()) for launched in dead
+        ]
 
-    def _keep(self, event: Event) -> None:
+    def _keep(self, event: events.Event) -> None:
         """Keep the content of a reply, besides the fact that it came."""
-        if isinstance(event, CommandErred):
+        if isinstance(event, events.CommandErred):
             self._observers.answered(event.process, event.failed, event.now)
-        if not isinstance(event, ProcessReplied) or event.reply.command_id not in self.scheduler.tables.requests:
+        if not isinstance(event, events.ProcessReplied) or event.reply.command_id not in self.scheduler.tables.requests:
             return
         match event.reply:
-            case SamplesFinished() as finished:
+            case messages.SamplesFinished() as finished:
                 self.recorder.note_failures(finished.samples)
                 return  # more answers follow; the scheduler keeps the samples' records
-            case Trained() as trained:
+            case messages.Trained() as trained:
                 self._step_metrics.trained(event.process, trained)
                 self._note(trained.step, trained.notes)
-            case Evaluated() as evaluated:
+            case messages.Evaluated() as evaluated:
                 self._step_metrics.evaluated(evaluated)
                 self._note(evaluated.step, evaluated.notes)
-            case Generated() as generated:
+            case messages.Generated() as generated:
                 self._step_metrics.generated(generated)
-            case Refitted() as refitted:
+            case messages.Refitted() as refitted:
                 self._step_metrics.refitted(event.process, refitted)
                 self._refits.refitted(refitted)
-            case DigestsReported() as verified:
+            case messages.DigestsReported() as verified:
                 self._refits.verified(verified)
-            case EngineBuilt() as built:
+            case messages.EngineBuilt() as built:
                 self._batches.take_reply(event.process, built)
-            case TrainerBuilt() as built:
+            case messages.TrainerBuilt() as built:
                 self._batches.take_reply(event.process, built)
                 self.recorder.note(f"{event.process} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
-            case CheckpointCopied(why_waited=reason) if reason and event.process == "trainer-0":
+            case messages.CheckpointCopied(why_waited=reason) if reason and event.process == "trainer-0":
                 self.recorder.note(f"training has waited for a checkpoint to be written: {reason}")
             case _:
                 pass
@@ -322,49 +277,53 @@ class CoordinatorLoop:
 
     # --- actions -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: events.Action) -> None:
         match action:
-            case DispatchCommand(process=process, command=command):
+            case events.DispatchCommand(process=process, command=command):
                 self._send(process, command, None)
-            case DrawPrompts():
+            case events.DrawPrompts():
                 self._draw(action)
-            case FindRestored():
-                self._handle(RestoredFound(now=time.monotonic(), groups=self._find_restored()))
-            case DispatchPrompts():
+            case events.FindRestored():
+                self._handle(events.RestoredFound(now=time.monotonic(), groups=self._find_restored()))
+            case events.DispatchPrompts():
                 self._send_prompts(action)
-            case DispatchBatch():
+            case events.DispatchBatch():
                 self._send_batch(action)
-            case DispatchRecord() | StepValidated() | StepRecorded() | DropRestored():
+            case events.DispatchRecord() | events.StepValidated() | events.StepRecorded() | events.DropRestored():
                 self._keep_record(action)
-            case DiscardSamples():
+            case events.DiscardSamples():
                 self.recorder.record_discarded(action)
-            case ReplaceEngine() | LetGo():
+            case events.ReplaceEngine() | events.LetGo():
                 self._generated.pop(action.process, None)
                 self.losses.do_without(action)
-            case RecordRefit():
+            case events.RecordRefit():
                 self.recorder.record_refit(action, self._refits)
                 self._refits = RefitMetrics()
-            case PublishCheckpoint(step=step):
+            case events.PublishCheckpoint(step=step):
                 self.recorder.publish_checkpoint(step)
-            case CommitStep():
+            case events.CommitStep():
                 self._commit(action)
-            case TellUser(text=text):
+            case events.TellUser(text=text):
                 self.recorder.note(text)
-            case FinishRun():
+            case events.FinishRun():
                 self._finish = action
             case unhandled:
                 assert_never(unhandled)
 
-    def _draw(self, action: DrawPrompts) -> None:
+    def _draw(self, action: events.DrawPrompts) -> None:
         """Draw rollout groups, and tell the scheduler what each demands of an engine."""
         step, purpose = action.step, action.purpose
         longest = self._algorithm.sampling(purpose).max_new_tokens
         groups = self._algorithm.prompt_groups(step, purpose, action.groups)
-        sizes = tuple(GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups)
-        self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
+        sizes = tuple(
+            events.GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups
+        )
+        self._handle(events.PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
 
-    def _send(self, process: str, command: AnyCommand, arrays: Arrays | None) -> None:
-        if isinstance(command, RestoreSamples) or (isinstance(command, Generate) and command.purpose == "train"):
+    def _send(self, process: str, command: messages.AnyCommand, arrays: Arrays | None) -> None:
+        if isinstance(command, messages.RestoreSamples) or (
+            isinstance(command, messages.Generate) and command.purpose == "train"
+        ):
             self._generated.setdefault(process, {})[command.command_id] = command.step
         frames = encode(command, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * command.deadline_s
@@ -381,8 +340,8 @@ class CoordinatorLoop:
                 self._registry.send(sent.process, sent.frames)
                 self._sent[command_id] = msgspec.structs.replace(sent, resend_at=float("inf"))
 
-    def _send_prompts(self, action: DispatchPrompts) -> None:
-        command = Generate(
+    def _send_prompts(self, action: events.DispatchPrompts) -> None:
+        command = messages.Generate(
             command_id=action.command_id,
             deadline_s=action.deadline_s,
             cancel_before=action.cancel_before,
@@ -393,7 +352,7 @@ class CoordinatorLoop:
         )
         self._send(action.process, command, None)
 
-    def _send_batch(self, action: DispatchBatch) -> None:
+    def _send_batch(self, action: events.DispatchBatch) -> None:
         """Make a step's batch, and send each trainer its command; keep the samples in it if they are to be logged."""
         of_step = self.scheduler.tables.groups.of_step(action.step, action.purpose)
         records = [] if of_step is None else of_step.records()
@@ -405,19 +364,21 @@ class CoordinatorLoop:
         if self.scheduler.tables.spec.samples_folder:
             self.recorder.keep_samples(action.step, action.purpose, records, batch)
 
-    def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropRestored) -> None:
+    def _keep_record(
+        self, action: events.DispatchRecord | events.StepValidated | events.StepRecorded | events.DropRestored
+    ) -> None:
         """Carry out an action on the rollout log."""
         match action:
-            case DispatchRecord():
+            case events.DispatchRecord():
                 self._send(action.process, self.recorder.record_command(action), None)
-            case StepValidated():
+            case events.StepValidated():
                 self.recorder.keep_samples(action.step, "validate", action.records)
-            case StepRecorded():
+            case events.StepRecorded():
                 self.recorder.take_recorded(action)
-            case DropRestored():
+            case events.DropRestored():
                 self.recorder.drop_restored(action)
 
-    def _commit(self, action: CommitStep) -> None:
+    def _commit(self, action: events.CommitStep) -> None:
         """Show validation samples, write the step to the journal, and let engines drop its samples."""
         if action.validated:
             for line in self._algorithm.describe(self.recorder.examples(action.step, action.validated)):
@@ -432,7 +393,9 @@ class CoordinatorLoop:
             for command_id in command_ids:
                 del commands[command_id]
             if command_ids:
-                release = ReleaseSamples(command_ids=command_ids, **self.scheduler.tables.requests.notice(_RELEASE_S))
+                release = messages.ReleaseSamples(
+                    command_ids=command_ids, **self.scheduler.tables.requests.notice(_RELEASE_S)
+                )
                 self._registry.send(process, encode(release))
 
     def _new_metrics(self) -> StepMetrics:

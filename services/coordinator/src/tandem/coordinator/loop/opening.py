@@ -33,15 +33,8 @@ from tandem.launch.preparing.hub_data import list_data_files, list_prompt_files
 from tandem.launch.preparing.needed_models import make_model
 from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
+from tandem.observe.run_folder import journal_file
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_file import (
-    CONFIG_NAME,
-    JOURNAL_NAME,
-    RESOLVED_FROM,
-    hold_folder,
-    new_run_id,
-    refuse_journal,
-)
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
@@ -250,15 +243,15 @@ def _name_run(config: Config, mode: Mode, say: Say) -> str:
     if mode == "resume":
         with read_journal(folder) as journal:
             return journal.run_id
-    if mode == "restart" and (folder / JOURNAL_NAME).exists():
+    if mode == "restart" and (folder / journal_file.JOURNAL_NAME).exists():
         checkpoints = Path(config.checkpointing.checkpoint_dir)
         _refuse_to_move_the_model(config, folder, checkpoints)
-        with hold_folder(folder):  # not that of a run in progress
+        with journal_file.hold_folder(folder):  # not that of a run in progress
             _bring_back_data(config, folder, set_aside(folder, say))
             if checkpoints.exists():  # it may lie within the run folder, which has just moved
                 set_aside(checkpoints, say)
-    refuse_journal(folder)
-    return new_run_id()
+    journal_file.refuse_journal(folder)
+    return journal_file.new_run_id()
 
 
 def _wandb(config: Config, run_id: str) -> WandbWriter:
@@ -292,7 +285,9 @@ def _open_journal(ready: CheckedConfig, mode: Mode, run_id: str) -> Journal:
             journal.close()
             raise
         journal.record_config(config_to_json(config))
-    (folder / CONFIG_NAME).write_text(f"{RESOLVED_FROM}{Path(ready.source).absolute()}\n{dump_yaml(config)}")
+    (folder / journal_file.CONFIG_NAME).write_text(
+        f"{journal_file.RESOLVED_FROM}{Path(ready.source).absolute()}\n{dump_yaml(config)}"
+    )
     (folder / "logs").mkdir(exist_ok=True)
     return journal
 

@@ -9,31 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.common.messages import (
-    DigestsReported,
-    Evaluated,
-    Generated,
-    MemoryUse,
-    Purpose,
-    RecordedGroup,
-    RecordSamples,
-    Refitted,
-    SampleScored,
-    Trained,
-)
+from tandem.common import messages
 from tandem.common.texts import shorten
 from tandem.config import Config, config_to_json, fingerprint
 from tandem.coordinator.observers.observer import ObserverGroup
 from tandem.coordinator.preparing.resuming import refuse_other_weights
-from tandem.coordinator.scheduler.events import (
-    CommitStep,
-    DiscardSamples,
-    DispatchRecord,
-    DropRestored,
-    RecordRefit,
-    SampleRecord,
-    StepRecorded,
-)
+from tandem.coordinator.scheduler import events
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
@@ -70,7 +51,7 @@ class StepMetrics:
         self._gpus: dict[str, list[float]] = {}
         """GPU readings of processes, named ``gpu_power_w_trainer``."""
 
-    def trained(self, process: str, reply: Trained) -> None:
+    def trained(self, process: str, reply: messages.Trained) -> None:
         """Add a rank's training step; the slowest rank counts."""
         self.metrics.update(reply.metrics)
         if process not in self._without_policy:  # one with another model has other work to do
@@ -82,11 +63,11 @@ class StepMetrics:
         if reply.gpus:
             self._note_gpus("trainer", reply.gpus)
 
-    def evaluated(self, reply: Evaluated) -> None:
+    def evaluated(self, reply: messages.Evaluated) -> None:
         """Add the loss on validation data."""
         self.metrics.update({f"val_{name}": value for name, value in reply.metrics.items()})
 
-    def generated(self, reply: Generated) -> None:
+    def generated(self, reply: messages.Generated) -> None:
         """Add an engine's finished prompts; only training samples count in the breakdown."""
         if not reply.num_tokens:  # they come from disk
             return
@@ -97,12 +78,12 @@ class StepMetrics:
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
 
-    def refitted(self, process: str, reply: Refitted) -> None:
+    def refitted(self, process: str, reply: messages.Refitted) -> None:
         """Add the memory that a refit took; `RefitMetrics` keeps the rest."""
         kind = "trainer" if process.startswith("trainer") else "engine"
         _keep_maxima(self._memory, {f"refit_{kind}": reply.memory.peak})
 
-    def _note_memory(self, works: str, waits: str, kind: str, use: MemoryUse) -> None:
+    def _note_memory(self, works: str, waits: str, kind: str, use: messages.MemoryUse) -> None:
         """Add the memory of a process that works in one phase, and in another waits with what it holds."""
         _keep_maxima(self._memory, {f"{works}_{kind}": use.peak, f"{waits}_{kind}": use.held})
         if use.reserved:
@@ -163,12 +144,12 @@ class RefitMetrics(msgspec.Struct):
     seconds: dict[str, float] = {}
     """Seconds of the slowest process, by phase: ``copy`` and ``digest``."""
 
-    def refitted(self, reply: Refitted) -> None:
+    def refitted(self, reply: messages.Refitted) -> None:
         """Add a process's finished transfer."""
         self.num_bytes |= reply.num_bytes
         _keep_maxima(self.seconds, {"copy": reply.seconds})
 
-    def verified(self, reply: DigestsReported) -> None:
+    def verified(self, reply: messages.DigestsReported) -> None:
         """Add a process's computed digests."""
         _keep_maxima(self.seconds, {"digest": reply.seconds})
 
@@ -200,10 +181,10 @@ class ResultRecorder:
         """Whether a checkpoint without the metric that ranks it has been reported."""
         self._num_failures = 0
         """Number of failures of environments, over all samples."""
-        self._to_log: dict[tuple[int, Purpose], dict[str, tuple[RecordedGroup, ...]]] = {}
+        self._to_log: dict[tuple[int, messages.Purpose], dict[str, tuple[messages.RecordedGroup, ...]]] = {}
         """Groups of steps and of their validations that are not in the rollout log yet, by rollout."""
 
-    def examples(self, step: int, validated: Sequence[SampleScored]) -> list[SampleScored]:
+    def examples(self, step: int, validated: Sequence[messages.SampleScored]) -> list[messages.SampleScored]:
         """Return the validation samples to show: each time those after the ones shown before."""
         count = min(self._config.logger.num_val_samples_to_print, len(validated))
         if not count:
@@ -212,7 +193,7 @@ class ResultRecorder:
         first = (-(-step // period) if period else 0) * count  # the first and the last validation may be off it
         return [validated[(first + index) % len(validated)] for index in range(count)]
 
-    def note_failures(self, samples: Sequence[SampleScored]) -> None:
+    def note_failures(self, samples: Sequence[messages.SampleScored]) -> None:
         """Report the first sample that its environment failed on, the tenth, the hundredth, and so on."""
         for sample in samples:
             if sample.failure:
@@ -221,7 +202,7 @@ class ResultRecorder:
                 if str(self._num_failures).strip("0") == "1":  # a power of ten
                     self.note(failure_note(sample, self._num_failures))
 
-    def record_discarded(self, action: DiscardSamples) -> None:
+    def record_discarded(self, action: events.DiscardSamples) -> None:
         """Write to the journal that groups are generated again."""
         self.observers.discarded(len(action.groups))
         groups = ", ".join(map(str, action.groups))
@@ -234,7 +215,11 @@ class ResultRecorder:
         self.observers.noted(text)
 
     def keep_samples(
-        self, step: int, purpose: Purpose, records: Sequence[SampleRecord], batch: SampleBatch | None = None
+        self,
+        step: int,
+        purpose: messages.Purpose,
+        records: Sequence[events.SampleRecord],
+        batch: SampleBatch | None = None,
     ) -> None:
         """Keep the samples of a step until they are logged, with the advantages of those in its batch."""
         advantages: dict[tuple[str, int, int, int], float] = {}
@@ -251,13 +236,13 @@ class ResultRecorder:
         of_step = self._to_log[step, purpose] = {}
         for rollout, groups in by_rollout.items():
             of_step[rollout] = tuple(
-                RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
+                messages.RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
                 for (command_id, group), of_group in groups.items()
             )
 
-    def record_command(self, action: DispatchRecord) -> RecordSamples:
+    def record_command(self, action: events.DispatchRecord) -> messages.RecordSamples:
         """Return the request to log a step's samples of one rollout."""
-        return RecordSamples(
+        return messages.RecordSamples(
             command_id=action.command_id,
             deadline_s=action.deadline_s,
             step=action.step,
@@ -266,12 +251,12 @@ class ResultRecorder:
             groups=self._to_log[action.step, action.purpose][action.rollout],
         )
 
-    def take_recorded(self, action: StepRecorded) -> None:
+    def take_recorded(self, action: events.StepRecorded) -> None:
         """Forget a step's samples that are logged, and keep the rollout log within its limits."""
         self._to_log.pop((action.step, action.purpose), None)
         self._samples.take_recorded(action.step, action.rollouts, action.num_bytes, action.purpose)
 
-    def drop_restored(self, action: DropRestored) -> None:
+    def drop_restored(self, action: events.DropRestored) -> None:
         """Note that restored groups are generated again after all."""
         self._samples.drop_from(action.version)
         self.note(
@@ -308,7 +293,7 @@ class ResultRecorder:
             folder = self._checkpoints.publish(record, fingerprint(self._config))
         self.journal.record_checkpoint(step, str(folder))
 
-    def commit(self, action: CommitStep, step_metrics: StepMetrics) -> None:
+    def commit(self, action: events.CommitStep, step_metrics: StepMetrics) -> None:
         """Write a step to the journal: then it is done, and observers are told."""
         seconds = step_metrics.breakdown(action.seconds)
         record = StepRecord(
@@ -319,7 +304,7 @@ class ResultRecorder:
         )
         self.observers.committed(self.journal.commit_step(record))
 
-    def record_refit(self, action: RecordRefit, refit_metrics: RefitMetrics) -> None:
+    def record_refit(self, action: events.RecordRefit, refit_metrics: RefitMetrics) -> None:
         """Write to the journal that a version has reached engines, and is verified.
 
         Raise `DamagedCheckpoint` if its weights differ from those before the run was resumed.
@@ -344,7 +329,7 @@ class ResultRecorder:
         self.observers.refitted(record)
 
 
-def failure_note(sample: SampleScored, count: int) -> str:
+def failure_note(sample: messages.SampleScored, count: int) -> str:
     """Describe a sample that the environment failed on, and how many there are so far."""
     became = "is dropped" if sample.dropped else "is worth nothing"
     which = "the first" if count == 1 else f"number {count}"

@@ -15,29 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.messages import (
-    AnyCommand,
-    AwaitCheckpoint,
-    BuildEngine,
-    BuildTrainer,
-    CommitVersion,
-    ConnectTransferGroup,
-    CopyWeights,
-    Evaluate,
-    Failed,
-    Generate,
-    InstallProgram,
-    OpenRendezvous,
-    PlanTransfers,
-    RecordSamples,
-    Refit,
-    Reply,
-    ReportDigests,
-    RestoreSamples,
-    SaveCheckpoint,
-    Train,
-    Trained,
-)
+from tandem.common import messages
 from tandem.common.shortages import is_shortage
 from tandem.coordinator.observers.observer import ReportingObserver
 from tandem.coordinator.processes.registry import ProcessRegistry
@@ -52,23 +30,23 @@ _GIVES_UP = "the timeline is not recorded any further"
 _LEAST_S = 1e-3
 """Shorter waits are left out."""
 _WHAT: dict[type[msgspec.Struct], tuple[What, str]] = {
-    OpenRendezvous: ("starting", "open rendezvous"),
-    BuildTrainer: ("starting", "build trainer"),
-    BuildEngine: ("starting", "build engine"),
-    PlanTransfers: ("starting", "plan transfers"),
-    InstallProgram: ("starting", "install program"),
-    ConnectTransferGroup: ("starting", "connect transfer group"),
-    Generate: ("generating", "generate"),
-    RestoreSamples: ("generating", "from before the run was resumed"),
-    Train: ("training", "train"),
-    Evaluate: ("validating", "evaluate"),
-    CopyWeights: ("refitting", "copy weights"),
-    Refit: ("refitting", "refit"),
-    CommitVersion: ("refitting", "commit version"),
-    ReportDigests: ("verifying", "report digests"),
-    SaveCheckpoint: ("saving", "save checkpoint"),
-    AwaitCheckpoint: ("saving", "await checkpoint"),
-    RecordSamples: ("recording", "record samples"),
+    messages.OpenRendezvous: ("starting", "open rendezvous"),
+    messages.BuildTrainer: ("starting", "build trainer"),
+    messages.BuildEngine: ("starting", "build engine"),
+    messages.PlanTransfers: ("starting", "plan transfers"),
+    messages.InstallProgram: ("starting", "install program"),
+    messages.ConnectTransferGroup: ("starting", "connect transfer group"),
+    messages.Generate: ("generating", "generate"),
+    messages.RestoreSamples: ("generating", "from before the run was resumed"),
+    messages.Train: ("training", "train"),
+    messages.Evaluate: ("validating", "evaluate"),
+    messages.CopyWeights: ("refitting", "copy weights"),
+    messages.Refit: ("refitting", "refit"),
+    messages.CommitVersion: ("refitting", "commit version"),
+    messages.ReportDigests: ("verifying", "report digests"),
+    messages.SaveCheckpoint: ("saving", "save checkpoint"),
+    messages.AwaitCheckpoint: ("saving", "await checkpoint"),
+    messages.RecordSamples: ("recording", "record samples"),
 }
 """The activity that each request is for, and the words for it."""
 _PHASES: dict[RunPhase, What] = {
@@ -124,27 +102,27 @@ class TimelineWriter(ReportingObserver):
         with self.going_on(_GIVES_UP, _ERRORS):
             self._file = open_timeline(folder / TIMELINE_NAME, first_step)
 
-    def sent(self, process: str, command: AnyCommand, now: float) -> None:
+    def sent(self, process: str, command: messages.AnyCommand, now: float) -> None:
         """Note a request to a process."""
         activity, detail = _WHAT.get(type(command), (None, ""))
-        if activity is None or (isinstance(command, Generate) and not command.groups):
+        if activity is None or (isinstance(command, messages.Generate) and not command.groups):
             return
-        if isinstance(command, Generate):
+        if isinstance(command, messages.Generate):
             activity = "validating" if command.purpose == "validate" else activity
             detail = f"{len(command.groups)} group{'s' * (len(command.groups) != 1)}"
-        elif isinstance(command, Refit | CopyWeights | ReportDigests):
+        elif isinstance(command, messages.Refit | messages.CopyWeights | messages.ReportDigests):
             detail = f"version {command.version}"
         step = getattr(command, "step", getattr(command, "version", None))
         self._asked[command.command_id] = _Asked(process, activity, step, now, detail)
 
-    def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
+    def answered(self, process: str, reply: messages.Reply | messages.Failed, now: float) -> None:
         """Note that a request was carried out, or failed."""
         request = self._asked.pop(reply.command_id, None)
         if request is None:
             return
-        if isinstance(reply, Failed):
+        if isinstance(reply, messages.Failed):
             request = msgspec.structs.replace(request, detail=f"failed: {reply.error}"[:200])
-        if not isinstance(reply, Trained):
+        if not isinstance(reply, messages.Trained):
             self._add(request, request.activity, request.start, now)
             return
         # A rank reports its compute time; before that, it was fetching the samples of its shard.

@@ -7,27 +7,8 @@ from typing import TypedDict
 
 import msgspec
 
+from tandem.common import messages
 from tandem.common.errors import ServiceError
-from tandem.common.messages import (
-    AwaitCheckpoint,
-    BuildEngine,
-    BuildTrainer,
-    CommitVersion,
-    ConnectTransferGroup,
-    CopyWeights,
-    Failed,
-    InstallProgram,
-    OpenRendezvous,
-    PlanTransfers,
-    Purpose,
-    Refit,
-    Reply,
-    ReportDigests,
-    RestoreSamples,
-    SampleScored,
-    SaveCheckpoint,
-    ServiceKind,
-)
 from tandem.observe.run_folder.journal import Outcome
 
 
@@ -42,7 +23,7 @@ class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
 class SampleRecord(msgspec.Struct, frozen=True):
     """One sample, and where its tokens lie."""
 
-    scored: SampleScored
+    scored: messages.SampleScored
     rollout: str
     command_id: int
     """The id of the `Generate` command it was made for."""
@@ -71,7 +52,7 @@ class ProcessJoined(msgspec.Struct, frozen=True, kw_only=True):
 
     now: float
     process: str
-    kind: ServiceKind
+    kind: messages.ServiceKind
     public_key: str = ""
 
 
@@ -80,7 +61,7 @@ class ProcessReplied(msgspec.Struct, frozen=True, kw_only=True):
 
     now: float
     process: str
-    reply: Reply
+    reply: messages.Reply
 
 
 class CommandErred(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +69,7 @@ class CommandErred(msgspec.Struct, frozen=True, kw_only=True):
 
     now: float
     process: str
-    failed: Failed
+    failed: messages.Failed
 
 
 class ProcessLost(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +99,7 @@ class PromptsDrawn(msgspec.Struct, frozen=True, kw_only=True):
 
     now: float
     step: int
-    purpose: Purpose
+    purpose: messages.Purpose
     sizes: tuple[GroupSize, ...]
     """The demand of each group on an engine, in order."""
 
@@ -159,19 +140,19 @@ Event = (
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 PlainCommand = (
-    OpenRendezvous
-    | BuildTrainer
-    | SaveCheckpoint
-    | AwaitCheckpoint
-    | CopyWeights
-    | BuildEngine
-    | PlanTransfers
-    | InstallProgram
-    | ConnectTransferGroup
-    | Refit
-    | ReportDigests
-    | CommitVersion
-    | RestoreSamples
+    messages.OpenRendezvous
+    | messages.BuildTrainer
+    | messages.SaveCheckpoint
+    | messages.AwaitCheckpoint
+    | messages.CopyWeights
+    | messages.BuildEngine
+    | messages.PlanTransfers
+    | messages.InstallProgram
+    | messages.ConnectTransferGroup
+    | messages.Refit
+    | messages.ReportDigests
+    | messages.CommitVersion
+    | messages.RestoreSamples
 )
 """The commands that need nothing but what the scheduler knows."""
 
@@ -194,7 +175,7 @@ class DrawPrompts(msgspec.Struct, frozen=True, kw_only=True):
     """Draw the prompts of these rollout groups of `step` from the data, and answer with `PromptsDrawn`."""
 
     step: int
-    purpose: Purpose
+    purpose: messages.Purpose
     groups: range
 
 
@@ -209,7 +190,7 @@ class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
     command_id: int
     deadline_s: float
     step: int
-    purpose: Purpose
+    purpose: messages.Purpose
     groups: tuple[int, ...]
     cancel_before: int
     """Commands of this kind with a lower id are cancelled."""
@@ -219,7 +200,7 @@ class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Make the batch of `step`, and send its table to every trainer, as a `Train` or an `Evaluate`."""
 
     step: int
-    purpose: Purpose
+    purpose: messages.Purpose
     commands: dict[str, CommandFields]
     """The fields of each trainer's command, by its name."""
 
@@ -232,7 +213,7 @@ class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
     step: int
     rollout: str
-    purpose: Purpose = "train"
+    purpose: messages.Purpose = "train"
 
 
 class StepValidated(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +227,7 @@ class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
     """All samples of `step`, or of its validation, are in the rollout log, except those reported missing."""
 
     step: int
-    purpose: Purpose = "train"
+    purpose: messages.Purpose = "train"
     rollouts: tuple[str, ...]
     """The rollouts with written parts, without those that were given up."""
     num_bytes: int
@@ -264,7 +245,7 @@ class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Forget the samples of these groups: their engine is lost, or did not hold the right version."""
 
     step: int
-    purpose: Purpose
+    purpose: messages.Purpose
     groups: tuple[int, ...]
 
 
@@ -312,7 +293,7 @@ class CommitStep(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     seconds: dict[str, float]
     """Wall seconds by phase of this step, and ``total``."""
-    validated: tuple[SampleScored, ...] = ()
+    validated: tuple[messages.SampleScored, ...] = ()
     """The validation samples of the step, in order; none without validation, or if it evaluates a batch."""
     metrics: dict[str, float] = {}
     """Metrics of an asynchronous run: idle time of engines and trainers, and the groups that waited for training."""

@@ -17,35 +17,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
+from tandem.common import messages
 from tandem.common.errors import ServiceError
-from tandem.common.messages import (
-    CheckpointCopied,
-    CheckpointSaved,
-    EngineBuilt,
-    Evaluated,
-    Generated,
-    RendezvousOpened,
-    Reply,
-    SamplesFinished,
-    SamplesMissing,
-    SamplesRecorded,
-    Trained,
-)
+from tandem.coordinator.scheduler import events
 from tandem.coordinator.scheduler.agenda import RuleAgenda, RuleMode, RuleTables, TableRule
-from tandem.coordinator.scheduler.events import (
-    Action,
-    AwaitedByHand,
-    CommandErred,
-    EngineDraining,
-    Event,
-    ProcessJoined,
-    ProcessLost,
-    ProcessReplied,
-    PromptsDrawn,
-    RestoredFound,
-    StopRequested,
-    TimePassed,
-)
 from tandem.coordinator.scheduler.groups.table import RestoredGroups
 from tandem.coordinator.scheduler.rules import (
     generation,
@@ -84,7 +59,7 @@ class Scheduler:
             RuleTables.STEPS, RuleTables.SAVING, RuleTables.WEIGHTS, RuleTables.ENGINES, RuleTables.REQUESTS
         )
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: events.Event) -> list[events.Action]:
         """Take one event; return the actions it leads to, in order."""
         tables = self.tables
         tables.requests.now = event.now
@@ -103,62 +78,62 @@ class Scheduler:
         return actions
 
 
-def _apply(tables: SchedulerTables, event: Event) -> list[Action]:
+def _apply(tables: SchedulerTables, event: events.Event) -> list[events.Action]:
     """Apply an event to the tables; return the actions that follow at once."""
     match event:
-        case ProcessReplied(process=process, reply=reply):
+        case events.ProcessReplied(process=process, reply=reply):
             return _apply_reply(tables, process, reply)
-        case ProcessJoined():
+        case events.ProcessJoined():
             return losing.take_joined(tables, event)
-        case CommandErred(process=process, failed=failed):
+        case events.CommandErred(process=process, failed=failed):
             return losing.take_failure(tables, process, failed)
-        case ProcessLost(process=process, reason=reason):
+        case events.ProcessLost(process=process, reason=reason):
             return losing.take_loss(tables, process, reason)
-        case AwaitedByHand(process=process):
+        case events.AwaitedByHand(process=process):
             tables.engines.await_by_hand(process)
             return []
-        case EngineDraining(process=process):
+        case events.EngineDraining(process=process):
             return leaving.take_leaving(tables, process)
-        case PromptsDrawn():
+        case events.PromptsDrawn():
             generation.take_prompts(tables, event)
             return []
-        case RestoredFound(groups=groups):
+        case events.RestoredFound(groups=groups):
             tables.restored = RestoredGroups(groups)
             return []
-        case TimePassed() if tables.is_all_in_time:
+        case events.TimePassed() if tables.is_all_in_time:
             tables.still_since = math.inf
             return []
-        case TimePassed():
+        case events.TimePassed():
             return [*losing.check(tables), *regeneration.move_from_slow_engines(tables)]
-        case StopRequested():
+        case events.StopRequested():
             return start_and_end.interrupt(tables)
         case unhandled:
             assert_never(unhandled)
 
 
-def _apply_reply(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:
+def _apply_reply(tables: SchedulerTables, process: str, reply: messages.Reply) -> list[events.Action]:
     if reply.command_id not in tables.requests:
         return []  # a repetition, or the answer to a command that was given up
-    if isinstance(reply, SamplesFinished):  # a part of an answer
+    if isinstance(reply, messages.SamplesFinished):  # a part of an answer
         return generation.take_results(tables, process, reply)
     tables.requests.close(reply.command_id)
     tables.groups.close_request(reply.command_id)
     match reply:
-        case SamplesMissing(rollouts=missing):
+        case messages.SamplesMissing(rollouts=missing):
             tables.progress.missing |= missing
-        case Trained(has_update=has_update):
+        case messages.Trained(has_update=has_update):
             tables.progress.has_update |= has_update
-        case Generated() | CheckpointCopied() | Evaluated():
+        case messages.Generated() | messages.CheckpointCopied() | messages.Evaluated():
             pass  # all that matters of it is that it came
-        case CheckpointSaved():
+        case messages.CheckpointSaved():
             tables.saving.take_written(process)
-        case SamplesRecorded():
+        case messages.SamplesRecorded():
             return tables.recording.take_recorded(reply)
-        case RendezvousOpened():
+        case messages.RendezvousOpened():
             publishing.take_reply(tables, process, reply)
             return start_and_end.build_trainers(tables, reply)
         case _:
-            if isinstance(reply, EngineBuilt):
+            if isinstance(reply, messages.EngineBuilt):
                 tables.recording.take_built(process)
             return publishing.take_reply(tables, process, reply)
     return []

@@ -18,16 +18,8 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.common.messages import AwaitCheckpoint, Purpose, SamplesRecorded, SaveCheckpoint
+from tandem.coordinator.scheduler import events
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.events import (
-    Action,
-    CommandFields,
-    DispatchCommand,
-    DispatchRecord,
-    PublishCheckpoint,
-    StepRecorded,
-    TellUser,
-)
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -52,24 +44,26 @@ class CheckpointSaving(Tracked):
         """Whether a checkpoint is being written."""
         return self._written is not None
 
-    def copy(self, step: int, trainers: Sequence[str]) -> list[Action]:
+    def copy(self, step: int, trainers: Sequence[str]) -> list[events.Action]:
         """Copy on the trainers what they hold, which is the state after `step`. No checkpoint is being written."""
         self.copied = step
         folder = self._spec.checkpoint_folder.format(step=step)
         return [
-            DispatchCommand(
+            events.DispatchCommand(
                 process=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, RunPhase.SAVING))
             )
             for rank in trainers
         ]
 
-    def write(self, trainers: Sequence[str]) -> list[Action]:
+    def write(self, trainers: Sequence[str]) -> list[events.Action]:
         """Ask trainers to report when their copies are on disk."""
         assert self.copied is not None, "copies come first"
         step, self.copied = self.copied, None
         self._written, self._awaited = step, set(trainers)
         return [
-            DispatchCommand(process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, RunPhase.WRITING)))
+            events.DispatchCommand(
+                process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, RunPhase.WRITING))
+            )
             for rank in trainers
         ]
 
@@ -82,10 +76,10 @@ class CheckpointSaving(Tracked):
         """The step of a whole checkpoint that can be published; None if there is none."""
         return None if self._awaited else self._written
 
-    def publish(self) -> list[Action]:
+    def publish(self) -> list[events.Action]:
         """Give the whole checkpoint its final name."""
         assert self._written is not None, "asked when it is whole"
-        publish = PublishCheckpoint(step=self._written)
+        publish = events.PublishCheckpoint(step=self._written)
         self._written = None
         return [publish]
 
@@ -97,7 +91,7 @@ class CheckpointSaving(Tracked):
         """Give up the checkpoint, as a part is not going to be written."""
         self._written = None
 
-    def _fields(self, rank: str, phase: RunPhase) -> CommandFields:
+    def _fields(self, rank: str, phase: RunPhase) -> events.CommandFields:
         return self._requests.open(rank, phase, self._spec.deadlines.save)
 
 
@@ -153,16 +147,16 @@ class RolloutRecording:
             self._changed()
         return self._is_on and bool(rollouts)
 
-    def run_rule(self) -> list[Action] | None:
+    def run_rule(self) -> list[events.Action] | None:
         """Ask rollouts to write the parts that wait; None if none waits, or there is no rollout to ask."""
-        actions: list[Action] = []
+        actions: list[events.Action] = []
         for part in [*self.waiting] if self._able else []:
             process = part.rollout if part.rollout in self._able else next(iter(self._able))
             fields = self._requests.open(process, RunPhase.RECORDING, self._allowed_s)
             del self.waiting[part]
             self._asked[fields["command_id"]] = part
             of_part = msgspec.structs.asdict(part)
-            actions.append(DispatchRecord(process=process, **of_part, **fields))
+            actions.append(events.DispatchRecord(process=process, **of_part, **fields))
             self._changed()
         return actions or None
 
@@ -179,7 +173,7 @@ class RolloutRecording:
             self.waiting[self._asked.pop(request.command_id)] = request.deadline
         self._changed()
 
-    def take_recorded(self, reply: SamplesRecorded) -> list[Action]:
+    def take_recorded(self, reply: SamplesRecorded) -> list[events.Action]:
         """Note that a part is written. With the last one, its step is whole."""
         part = self._asked.pop(reply.command_id)
         missing = f"{reply.num_missing} samples of {part.rollout} were not written when they finished"
@@ -187,21 +181,21 @@ class RolloutRecording:
         self._rollouts[part.step, part.purpose].append(part.rollout)
         return [*notices, *self._close(part, reply.num_bytes)]
 
-    def take_failure(self, command_id: int, reason: str) -> list[Action]:
+    def take_failure(self, command_id: int, reason: str) -> list[events.Action]:
         """Give up a part that could not be written."""
         part = self._asked.pop(command_id)
         return [*self._say(part, f"those of {part.rollout}: {reason}"), *self._close(part)]
 
-    def give_up_late(self) -> list[Action]:
+    def give_up_late(self) -> list[events.Action]:
         """Give up the parts that have waited too long for a rollout."""
         late = [part for part, until in self.waiting.items() if self._requests.now > until]
-        actions: list[Action] = []
+        actions: list[events.Action] = []
         for part in late:
             del self.waiting[part]
             actions += [*self._say(part, f"those of {part.rollout}: no rollout is there"), *self._close(part)]
         return actions
 
-    def _close(self, part: RolloutPart, num_bytes: int = 0) -> list[Action]:
+    def _close(self, part: RolloutPart, num_bytes: int = 0) -> list[events.Action]:
         key = part.step, part.purpose
         self._num_bytes[key] += num_bytes
         self._num_left[key] -= 1
@@ -210,16 +204,18 @@ class RolloutRecording:
             return []
         del self._num_left[key]
         rollouts, num_bytes = self._rollouts.pop(key), self._num_bytes.pop(key)
-        recorded = StepRecorded(step=part.step, purpose=part.purpose, rollouts=tuple(rollouts), num_bytes=num_bytes)
+        recorded = events.StepRecorded(
+            step=part.step, purpose=part.purpose, rollouts=tuple(rollouts), num_bytes=num_bytes
+        )
         return [recorded]
 
-    def _say(self, part: RolloutPart, gap: str) -> list[Action]:
+    def _say(self, part: RolloutPart, gap: str) -> list[events.Action]:
         """Report what the rollout log lacks, once for each reason."""
         if gap in self._said:
             return []
         self._said.add(gap)
         kind = "samples" if part.purpose == "train" else "validation samples"
-        return [TellUser(text=f"{kind} of step {part.step} are missing in the record: {gap}")]
+        return [events.TellUser(text=f"{kind} of step {part.step} are missing in the record: {gap}")]
 
 
 class StepState(enum.IntEnum):

@@ -26,52 +26,15 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common import messages
 from tandem.common.errors import RunFolderError
-from tandem.common.messages import (
-    AddGradient,
-    AnyCommand,
-    AwaitCheckpoint,
-    CheckpointSaved,
-    Failed,
-    GradientAdded,
-    KeepWeights,
-    MemoryUse,
-    OptimizerStepped,
-    Reply,
-    RestoreTraining,
-    SaveCheckpoint,
-    StepOptimizer,
-    SwitchTraining,
-    Trained,
-)
 from tandem.config import Config
 from tandem.coordinator.loop.loop import CoordinatorLoop
-from tandem.coordinator.scheduler.events import (
-    CommandErred,
-    DispatchBatch,
-    Event,
-    FinishRun,
-    ProcessLost,
-    ProcessReplied,
-)
+from tandem.coordinator.scheduler import events
 from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
 from tandem.observe.run_folder.calls import record_calls
 from tandem.samples.batch_sharding import EMPTY_ROW, data_parallel_ranks, shards_by_count
-from tandem.serving.tinker.calls import (
-    INPUTS,
-    AddGradients,
-    Answer,
-    CallDesk,
-    CallFailed,
-    GradientsScored,
-    PendingCall,
-    PublishedSet,
-    PublishWeights,
-    RecallWeights,
-    RestoreState,
-    SaveState,
-    TakeStep,
-)
+from tandem.serving.tinker import calls
 from tandem.serving.tinker.prefixes import prefixes_of
 
 _SAMPLES_POLL_S = 0.003
@@ -85,13 +48,13 @@ _LOST = "a trainer was lost, and with it the weights since the last save_weights
 class _Running:
     """A call that trainers are carrying out."""
 
-    def __init__(self, pending: PendingCall, deadline: float) -> None:
+    def __init__(self, pending: calls.PendingCall, deadline: float) -> None:
         self.pending = pending
         self.deadline = deadline
         self.unanswered: dict[int, str] = {}
         """Trainers that owe an answer, by the id of the command."""
-        self.replies: dict[str, Reply] = {}
-        self.failed: Failed | None = None
+        self.replies: dict[str, messages.Reply] = {}
+        self.failed: messages.Failed | None = None
         self.rows: dict[int, list[int]] = {}
         """Sequences of each data-parallel rank."""
         self.is_writing = False
@@ -101,7 +64,7 @@ class _Running:
 class CallLoop(CoordinatorLoop):
     """One attempt of a run that clients drive."""
 
-    def __init__(self, desk: CallDesk, config: Config, opened: Callable[[], None], *parts: Any) -> None:
+    def __init__(self, desk: calls.CallDesk, config: Config, opened: Callable[[], None], *parts: Any) -> None:
         """Take what `CoordinatorLoop` takes, as `parts`; `opened` is called when calls are carried out."""
         super().__init__(*parts)
         self._opened = opened
@@ -110,15 +73,15 @@ class CallLoop(CoordinatorLoop):
         self._deadline_s = config.cluster.deadlines.train_s
         self._save_s = config.cluster.deadlines.save_s
         self._trainers = [f"trainer-{index}" for index in range(config.cluster.trainers)]
-        self._held: DispatchBatch | None = None
+        self._held: events.DispatchBatch | None = None
         """The request to train in the step that is open, of every trainer."""
         self._running: _Running | None = None
-        self._publishing: tuple[int, PendingCall] | None = None
+        self._publishing: tuple[int, calls.PendingCall] | None = None
         self._places: dict[int, int] = {}
         """Sets in which what is about to be published is kept, by the number of the model."""
         self._number = 0
         """The set that trainers hold."""
-        self._closing: PendingCall | None = None
+        self._closing: calls.PendingCall | None = None
         """The call for which no more samples begin, until those in progress are made."""
         self._metrics: dict[str, float] = {}
         self._began_at = time.monotonic()
@@ -126,7 +89,7 @@ class CallLoop(CoordinatorLoop):
         self._idle_s = self.poll_s
         desk.wake = self._registry.waker()
 
-    def run(self) -> FinishRun:
+    def run(self) -> events.FinishRun:
         """Run until the scheduler finishes; nothing stays without an answer."""
         reason = "the run has ended"
         try:
@@ -136,14 +99,14 @@ class CallLoop(CoordinatorLoop):
         finally:
             self._desk.close(reason)
             if self._running is not None:
-                self._running.pending.answer(CallFailed(reason))
+                self._running.pending.answer(calls.CallFailed(reason))
             if self._publishing is not None:
-                self._publishing[1].answer(CallFailed(reason))
+                self._publishing[1].answer(calls.CallFailed(reason))
             time.sleep(_SETTLE_S)  # the web server ends the requests
             with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the end
                 self._write_calls()
 
-    def _send_batch(self, action: DispatchBatch) -> None:
+    def _send_batch(self, action: events.DispatchBatch) -> None:
         """Open the step instead: the calls of clients are what is trained on."""
         self._held = action
         self._metrics, self._began_at = {}, time.monotonic()
@@ -151,24 +114,24 @@ class CallLoop(CoordinatorLoop):
             self._desk.open(self.scheduler.tables.weights.version)
             self._opened()
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self) -> Iterator[events.Event]:
         running = self._running
         for event in super()._events():
             if (
                 running is not None
-                and isinstance(event, ProcessReplied)
+                and isinstance(event, events.ProcessReplied)
                 and event.reply.command_id in running.unanswered
             ):
                 running.replies[running.unanswered.pop(event.reply.command_id)] = event.reply
             elif (
                 running is not None
-                and isinstance(event, CommandErred)
+                and isinstance(event, events.CommandErred)
                 and event.failed.command_id in running.unanswered
             ):
                 del running.unanswered[event.failed.command_id]
                 running.failed = running.failed or event.failed
                 if not event.failed.expected:
-                    yield ProcessLost(now=event.now, process=event.process, reason=event.failed.error)
+                    yield events.ProcessLost(now=event.now, process=event.process, reason=event.failed.error)
             else:
                 yield event
         now = time.monotonic()
@@ -184,7 +147,7 @@ class CallLoop(CoordinatorLoop):
         if records:
             record_calls(self.recorder.journal, records)
 
-    def _go_on(self, now: float) -> Iterator[Event]:
+    def _go_on(self, now: float) -> Iterator[events.Event]:
         """Go on with calls as far as possible; yield what the scheduler has to know."""
         self.poll_s = self._idle_s
         if self._publishing is not None and self._is_published(self._publishing[0]):
@@ -202,7 +165,7 @@ class CallLoop(CoordinatorLoop):
             return
         for pending in self._desk.next():
             self.poll_s = _SAMPLES_POLL_S
-            if not isinstance(pending.call, PublishWeights | RecallWeights) or self._may_publish(pending):
+            if not isinstance(pending.call, calls.PublishWeights | calls.RecallWeights) or self._may_publish(pending):
                 started = self._start(self._desk.take(pending.turn), now)
                 if started is not None and not started.unanswered:
                     yield from self._conclude(started, now)
@@ -215,44 +178,44 @@ class CallLoop(CoordinatorLoop):
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
-    def _may_publish(self, pending: PendingCall) -> bool:
+    def _may_publish(self, pending: calls.PendingCall) -> bool:
         """Let no more samples begin; tell whether none is being made that must have the weights of the engines."""
         desk = self._desk
         if self._publishing is not None or self._closing not in (None, pending):
             return False
         self._closing = pending
-        is_new = isinstance(pending.call, PublishWeights)
+        is_new = isinstance(pending.call, calls.PublishWeights)
         desk.renewed = self._place_of(pending) if is_new else None
         desk.is_publishing = True
         return not (desk.num_samples or desk.is_reserved or (desk.num_following and not is_new))
 
-    def _place_of(self, pending: PendingCall) -> int:
+    def _place_of(self, pending: calls.PendingCall) -> int:
         """Return the set in which the weights are kept that a call publishes."""
         number = pending.number
         if number not in self._places:
             self._places[number] = self._desk.place_of_next(number)
         return self._places[number]
 
-    def _publish(self, pending: PendingCall, now: float) -> Iterator[Event]:
+    def _publish(self, pending: calls.PendingCall, now: float) -> Iterator[events.Event]:
         """Finish the step: trainers hold the weights."""
         assert self._held is not None, "calls are carried out in an open step only"
         self._closing = None
         self._publishing = self._held.step, pending
         yield from self._trained(self._held, now)
 
-    def _has_published(self, version: int, published: PendingCall) -> None:
+    def _has_published(self, version: int, published: calls.PendingCall) -> None:
         """Answer a call for which engines hold a version, whose samples may begin."""
         weights = self._note_published(version, published)
         self._desk.is_reserved = weights is None
         self._reopen()
         published.answer(weights)
 
-    def _note_published(self, version: int, published: PendingCall) -> PublishedSet | None:
+    def _note_published(self, version: int, published: calls.PendingCall) -> calls.PublishedSet | None:
         """Note the version that engines hold, and return it if it is new."""
         desk, weights = self._desk, None
         desk.version, desk.holding = version, published.number
-        if isinstance(published.call, PublishWeights):
-            weights = PublishedSet(self._places.pop(published.number), version)
+        if isinstance(published.call, calls.PublishWeights):
+            weights = calls.PublishedSet(self._places.pop(published.number), version)
             desk.holding = weights.number
             desk.note_published(weights)
         return weights
@@ -266,12 +229,12 @@ class CallLoop(CoordinatorLoop):
         weights = self.scheduler.tables.weights
         return weights.version == version and weights.state in HAS_ARRIVED and weights.is_done
 
-    def _trained(self, batch: DispatchBatch, now: float) -> Iterator[Event]:
+    def _trained(self, batch: events.DispatchBatch, now: float) -> Iterator[events.Event]:
         """Answer the scheduler's request to train, for each trainer."""
         self._held = None
         seconds = now - self._began_at
         for process, fields in batch.commands.items():
-            reply = Trained(
+            reply = messages.Trained(
                 command_id=fields["command_id"],
                 step=batch.step,
                 version=batch.step,
@@ -281,40 +244,42 @@ class CallLoop(CoordinatorLoop):
                 waited_s=0.0,
                 # A client may step by too little to change a weight, or go back to the weights of before.
                 has_update=False,
-                memory=MemoryUse(peak=0, held=0),
+                memory=messages.MemoryUse(peak=0, held=0),
             )
-            yield ProcessReplied(now=now, process=process, reply=reply)
+            yield events.ProcessReplied(now=now, process=process, reply=reply)
 
     # --- calls of trainers -------------------------------------------------------------------------------------------
 
-    def _start(self, pending: PendingCall, now: float) -> _Running | None:
+    def _start(self, pending: calls.PendingCall, now: float) -> _Running | None:
         """Send trainers the commands of a call; None if it is answered already."""
         call = pending.call
-        if isinstance(call, RecallWeights) and self._desk.holding == pending.number:
+        if isinstance(call, calls.RecallWeights) and self._desk.holding == pending.number:
             self._has_published(self._desk.version, pending)
             return None
         self._running = running = _Running(pending, now + self._deadline_s)
         self._switch(running, pending.number)
         match call:
-            case AddGradients():
+            case calls.AddGradients():
                 self._send_gradients(running, call)
-            case TakeStep():
+            case calls.TakeStep():
                 for trainer in self._trainers:
                     fields = self._fields(running, trainer)
-                    self._send_call(trainer, StepOptimizer(**_fields_of(call), **fields))
-            case RestoreState():
+                    self._send_call(trainer, messages.StepOptimizer(**_fields_of(call), **fields))
+            case calls.RestoreState():
                 for trainer in self._trainers:
-                    self._send_call(trainer, RestoreTraining(**_fields_of(call), **self._fields(running, trainer)))
-            case SaveState():
+                    self._send_call(
+                        trainer, messages.RestoreTraining(**_fields_of(call), **self._fields(running, trainer))
+                    )
+            case calls.SaveState():
                 running.deadline = now + self._save_s
                 for trainer in self._trainers:
                     fields = self._fields(running, trainer, self._save_s)
-                    self._send_call(trainer, SaveCheckpoint(folder=_name_unfinished(call), step=0, **fields))
-            case PublishWeights():
+                    self._send_call(trainer, messages.SaveCheckpoint(folder=_name_unfinished(call), step=0, **fields))
+            case calls.PublishWeights():
                 number = self._place_of(pending)
                 for trainer in self._trainers:
-                    self._send_call(trainer, KeepWeights(number=number, **self._fields(running, trainer)))
-            case RecallWeights():
+                    self._send_call(trainer, messages.KeepWeights(number=number, **self._fields(running, trainer)))
+            case calls.RecallWeights():
                 pass
             case unhandled:
                 assert_never(unhandled)
@@ -327,18 +292,20 @@ class CallLoop(CoordinatorLoop):
         self._number = number
         for trainer in self._trainers:
             fields = self._fields(running, trainer)
-            self._send_call(trainer, SwitchTraining(number=number, **fields))
+            self._send_call(trainer, messages.SwitchTraining(number=number, **fields))
 
     def _fields(self, running: _Running, trainer: str, deadline_s: float | None = None) -> dict[str, Any]:
         fields = self.scheduler.tables.requests.notice(deadline_s or self._deadline_s)
         running.unanswered[fields["command_id"]] = trainer
         return {**fields}
 
-    def _send_call(self, trainer: str, command: AnyCommand, arrays: dict[str, NDArray[Any]] | None = None) -> None:
+    def _send_call(
+        self, trainer: str, command: messages.AnyCommand, arrays: dict[str, NDArray[Any]] | None = None
+    ) -> None:
         self._send(trainer, command, arrays)
         self._sent.pop(command.command_id)  # the scheduler does not know it
 
-    def _send_gradients(self, running: _Running, call: AddGradients) -> None:
+    def _send_gradients(self, running: _Running, call: calls.AddGradients) -> None:
         """Divide the sequences among the data-parallel ranks, with those that begin alike beside each other."""
         num_ranks = max(self._ranks) + 1
         lengths_S = np.array([len(each.token_ids) for each in call.sequences], dtype=np.int32)
@@ -356,11 +323,14 @@ class CallLoop(CoordinatorLoop):
                 **table,
                 "token_ids_T": _join([each.token_ids for each in rank_sequences], "int32"),
                 "loss_mask_T": _join([each.mask for each in rank_sequences], "bool"),
-                **{f"{name}_T": _join([each.inputs[name] for each in rank_sequences], "float32") for name in INPUTS},
+                **{
+                    f"{name}_T": _join([each.inputs[name] for each in rank_sequences], "float32")
+                    for name in calls.INPUTS
+                },
             }
             if has_others:
                 arrays["targets_T"] = _join([each.targets for each in rank_sequences], "int32")
-            command = AddGradient(
+            command = messages.AddGradient(
                 loss=call.loss,
                 settings=call.settings,
                 has_gradient=call.has_gradient,
@@ -368,28 +338,28 @@ class CallLoop(CoordinatorLoop):
             )
             self._send_call(trainer, command, arrays)
 
-    def _conclude(self, running: _Running, now: float) -> Iterator[Event]:
+    def _conclude(self, running: _Running, now: float) -> Iterator[events.Event]:
         """Answer a call once all trainers have; without an answer in time, a trainer is lost."""
         if running.unanswered:
             if now > running.deadline:
                 late = next(iter(running.unanswered.values()))
-                yield ProcessLost(
+                yield events.ProcessLost(
                     now=now, process=late, reason=f"it has not carried out a call within {self._deadline_s:g} s"
                 )
             return
-        if running.failed is None and isinstance(running.pending.call, SaveState) and not running.is_writing:
+        if running.failed is None and isinstance(running.pending.call, calls.SaveState) and not running.is_writing:
             running.is_writing, running.replies = True, {}
             for trainer in self._trainers:
                 fields = self._fields(running, trainer, self._save_s)
-                self._send_call(trainer, AwaitCheckpoint(step=0, **fields))
+                self._send_call(trainer, messages.AwaitCheckpoint(step=0, **fields))
             return
         self._running = None
-        is_published = isinstance(running.pending.call, PublishWeights | RecallWeights)
+        is_published = isinstance(running.pending.call, calls.PublishWeights | calls.RecallWeights)
         if running.failed is not None:
             if is_published:
                 self._reopen()
-            is_users = running.failed.expected and isinstance(running.pending.call, AddGradients | TakeStep)
-            running.pending.answer(CallFailed(running.failed.error, is_users=is_users))
+            is_users = running.failed.expected and isinstance(running.pending.call, calls.AddGradients | calls.TakeStep)
+            running.pending.answer(calls.CallFailed(running.failed.error, is_users=is_users))
             return
         if is_published:
             yield from self._publish(running.pending, now)
@@ -397,34 +367,34 @@ class CallLoop(CoordinatorLoop):
         try:
             answer = self._answer_of(running)
         except OSError as error:
-            running.pending.answer(CallFailed(f"cannot save the state: {error.strerror}"))
+            running.pending.answer(calls.CallFailed(f"cannot save the state: {error.strerror}"))
             return
         running.pending.answer(answer)
 
-    def _answer_of(self, running: _Running) -> Answer:
+    def _answer_of(self, running: _Running) -> calls.Answer:
         call, replies = running.pending.call, running.replies
         match call:
-            case AddGradients():
+            case calls.AddGradients():
                 return self._collect_scores(running, call)
-            case TakeStep():
+            case calls.TakeStep():
                 stepped = replies["trainer-0"]
-                assert isinstance(stepped, OptimizerStepped), "checked against the command"
+                assert isinstance(stepped, messages.OptimizerStepped), "checked against the command"
                 self._metrics |= {"grad_norm": stepped.grad_norm, "learning_rate": call.learning_rate}
                 return stepped.grad_norm
-            case SaveState():
+            case calls.SaveState():
                 Path(_name_unfinished(call)).rename(call.folder)
                 _sync(Path(call.folder).parent)
-                return sum(reply.num_bytes for reply in replies.values() if isinstance(reply, CheckpointSaved))
+                return sum(reply.num_bytes for reply in replies.values() if isinstance(reply, messages.CheckpointSaved))
             case _:
                 return None
 
-    def _collect_scores(self, running: _Running, call: AddGradients) -> GradientsScored:
+    def _collect_scores(self, running: _Running, call: calls.AddGradients) -> calls.GradientsScored:
         """Return the log-probabilities in the order of the sequences."""
         logprobs_of_row: dict[int, NDArray[np.float32]] = {}
         loss = 0.0
         for trainer, rank in zip(self._trainers, self._ranks, strict=True):
             reply = running.replies[trainer]
-            assert isinstance(reply, GradientAdded), "checked against the command"
+            assert isinstance(reply, messages.GradientAdded), "checked against the command"
             loss = reply.loss
             logprobs_T = np.frombuffer(reply.logprobs, dtype="<f4")
             rows = running.rows[rank]
@@ -432,10 +402,10 @@ class CallLoop(CoordinatorLoop):
             logprobs_of_row |= dict(zip(rows, np.split(logprobs_T, ends[:-1]), strict=True)) if rows else {}
         if call.has_gradient:
             self._metrics["loss"] = loss
-        return GradientsScored(loss=loss, logprobs=[logprobs_of_row[row] for row in range(len(call.sequences))])
+        return calls.GradientsScored(loss=loss, logprobs=[logprobs_of_row[row] for row in range(len(call.sequences))])
 
 
-def _fields_of(call: TakeStep | RestoreState) -> dict[str, Any]:
+def _fields_of(call: calls.TakeStep | calls.RestoreState) -> dict[str, Any]:
     return {name: getattr(call, name) for name in call.__struct_fields__}
 
 
@@ -443,7 +413,7 @@ def _join(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(dtype, copy=False)
 
 
-def _name_unfinished(call: SaveState) -> str:
+def _name_unfinished(call: calls.SaveState) -> str:
     return f"{call.folder}.unfinished"
 
 

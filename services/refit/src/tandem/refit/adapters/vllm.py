@@ -23,22 +23,14 @@ import msgspec
 from tandem.common.errors import RefitError
 from tandem.config.models.families import VLLM_PLANNED
 from tandem.config.models.vision_families import VISION, VisionFamily
-from tandem.refit.adapters import stages
+from tandem.refit.adapters import geometry, stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import ParallelDeployment
-from tandem.refit.adapters.geometry import (
-    LAYER,
-    NORMS,
-    OUTPUT_LAYER,
-    AttentionGeometry,
-    ExpertGeometry,
-    LatentAttention,
-)
 from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
 from tandem.refit.adapters.vision import is_of_tower
 from tandem.refit.layout import Box, Layout, whole
 
-_ATTENTION = LAYER + "self_attn."
+_ATTENTION = geometry.LAYER + "self_attn."
 _VOCABULARY_PADDING = 64
 _CUT = (
     (re.compile(r"\.(?:[qkv]_proj|fc1)\.(?:weight|bias)$"), 0),
@@ -90,11 +82,11 @@ def _prefixes(family: VisionFamily) -> Iterator[tuple[str, str]]:
         yield family.tower_prefix, family.tower_prefix
         yield family.projector_prefix, family.projector_prefix
         yield "model.", family.language_prefix
-        yield OUTPUT_LAYER, OUTPUT_LAYER
+        yield geometry.OUTPUT_LAYER, geometry.OUTPUT_LAYER
         return
     yield family.tower_prefix, family.tower_prefix.removeprefix("model.")
     yield "model.", "language_model.model."
-    yield OUTPUT_LAYER, f"language_model.{OUTPUT_LAYER}"
+    yield geometry.OUTPUT_LAYER, f"language_model.{geometry.OUTPUT_LAYER}"
 
 
 class VllmCoordinates(msgspec.Struct, frozen=True):
@@ -165,18 +157,18 @@ class _Rank:
                 raise RefitError(f"pipeline stages of a {self._model.family}, which sees, are not built for vLLM")
             add_tower(self._builder, self._model, self._at.tp, self._sizes.tp)
         self._ends()
-        if isinstance(self._geometry.attention, LatentAttention):
+        if isinstance(self._geometry.attention, geometry.LatentAttention):
             self._latent_attention(self._geometry.attention)
         else:
             self._attention(self._geometry.attention)
         self._cut(_ATTENTION + "o_proj.weight", dim=1)
-        for name in ("self_attn.o_proj.bias", *(f"{norm}.weight" for norm in NORMS)):
-            self._replicate(LAYER + name)
-        self._feed_forward(LAYER + "mlp.")
-        self._feed_forward(LAYER + "mlp.shared_experts.", is_cut=not self._sizes.repeats_shared_experts)
+        for name in ("self_attn.o_proj.bias", *(f"{norm}.weight" for norm in geometry.NORMS)):
+            self._replicate(geometry.LAYER + name)
+        self._feed_forward(geometry.LAYER + "mlp.")
+        self._feed_forward(geometry.LAYER + "mlp.shared_experts.", is_cut=not self._sizes.repeats_shared_experts)
         if self._geometry.experts is not None:
-            self._replicate(LAYER + "mlp.gate.weight")
-            self._replicate(LAYER + "mlp.gate.e_score_correction_bias")
+            self._replicate(geometry.LAYER + "mlp.gate.weight")
+            self._replicate(geometry.LAYER + "mlp.gate.e_score_correction_bias")
             self._experts(self._geometry.experts)
         return self._builder.build()
 
@@ -201,7 +193,7 @@ class _Rank:
         else:
             self._builder.padding(name, share.shape, name)
 
-    def _attention(self, sizes: AttentionGeometry) -> None:
+    def _attention(self, sizes: geometry.AttentionGeometry) -> None:
         tp, head = self._sizes.tp, sizes.head_dim
         num_kv_heads = max(1, sizes.num_kv_heads // tp)
         if sizes.num_heads % tp or num_kv_heads * tp % sizes.num_kv_heads:
@@ -222,7 +214,7 @@ class _Rank:
         for part in "qk":
             self._replicate(f"{_ATTENTION}{part}_norm.weight")
 
-    def _latent_attention(self, sizes: LatentAttention) -> None:
+    def _latent_attention(self, sizes: geometry.LatentAttention) -> None:
         hidden = self._geometry.hidden_size
         keys = f"{_ATTENTION}kv_a_proj_with_mqa.weight"
         if sizes.query_rank is None:
@@ -247,7 +239,7 @@ class _Rank:
         self._builder.share(down, down, 1, rank, size)
         self._replicate(f"{prefix}down_proj.bias")
 
-    def _experts(self, sizes: ExpertGeometry) -> None:
+    def _experts(self, sizes: geometry.ExpertGeometry) -> None:
         at, size = self._at.expert, self._sizes.dp * self._sizes.tp
         ep, ep_size, tp, tp_size = (at, size, 0, 1) if self._sizes.expert_parallel else (0, 1, at, size)
         count, extra = divmod(sizes.num_experts, ep_size)
@@ -256,7 +248,10 @@ class _Rank:
         hidden = self._geometry.hidden_size
         rows = cut((sizes.intermediate_size, hidden), 0, tp, tp_size)
         columns = cut((hidden, sizes.intermediate_size), 1, tp, tp_size)
-        checkpoint_prefix, prefix = LAYER + "mlp.experts.{expert}.", f"{LAYER}{self._sizes.experts_module}."
+        checkpoint_prefix, prefix = (
+            geometry.LAYER + "mlp.experts.{expert}.",
+            f"{geometry.LAYER}{self._sizes.experts_module}.",
+        )
         fills = stack(*((f"{checkpoint_prefix}{part}_proj.weight", rows) for part in ("gate", "up")))
         stacked = [msgspec.structs.replace(fill, at=(0, *fill.at)) for fill in fills]
         self._builder.parameter(f"{prefix}w13_weight", (len(experts), 2 * rows.shape[0], hidden), stacked, experts)

@@ -21,20 +21,13 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from tandem.common.attention.stateful import (
-    CACHE_NAMES,
-    CachePath,
-    find_tensors,
-    has_parts,
-    is_replaced,
-    restore_forward,
-)
+from tandem.common.attention import stateful
 from tandem.common.errors import ModelError
 from tandem.rollout.engines.attention import AttentionStep, KeyValueCache, SlotPrompt
 from tandem.rollout.engines.states import limit_time_steps
 
 _Slots: TypeAlias = NDArray[np.int64]
-BatchAxes: TypeAlias = dict[CachePath, int | None]
+BatchAxes: TypeAlias = dict[stateful.CachePath, int | None]
 """The axis of a cache's tensors that counts sequences, None for none."""
 
 
@@ -67,7 +60,7 @@ class BatchCache(KeyValueCache):
     @property
     def num_bytes(self) -> int:
         """Bytes of memory taken so far."""
-        return sum(tensor.nbytes for batch in self.batches for tensor in find_tensors(batch.cache).values())
+        return sum(tensor.nbytes for batch in self.batches for tensor in stateful.find_tensors(batch.cache).values())
 
     def move(self, source_M: _Slots, destination_M: _Slots, length: int) -> None:
         """Have each source slot be called by its destination slot, whose own sequence has ended."""
@@ -98,7 +91,7 @@ class BatchedForward:
         """Stand for the model's `forward`. Raises `ModelError` if that takes no cache."""
         self._forward = model.forward
         self._parameters = inspect.signature(model.forward).parameters
-        names = [name for name in CACHE_NAMES if name in self._parameters]
+        names = [name for name in stateful.CACHE_NAMES if name in self._parameters]
         if not names:
             raise ModelError("its forward pass takes no cache")
         self._cache_name = names[0]
@@ -113,12 +106,12 @@ class BatchedForward:
 
     def _learn_axes(self) -> BatchAxes:
         """Run two sequences, and three; the axis that differs counts them."""
-        shapes: list[dict[CachePath, torch.Size]] = []
+        shapes: list[dict[stateful.CachePath, torch.Size]] = []
         for size in (2, 3):
             batch = SequenceBatch(np.arange(size), {})
             with torch.inference_mode():
                 self._run(batch, torch.zeros((size, 2), dtype=torch.int64, device=self._device))
-            shapes.append({path: tensor.shape for path, tensor in find_tensors(batch.cache).items()})
+            shapes.append({path: tensor.shape for path, tensor in stateful.find_tensors(batch.cache).items()})
         axes: BatchAxes = {}
         for path in shapes[0].keys() & shapes[1].keys():
             sizes = zip(shapes[0][path], shapes[1][path], strict=True)
@@ -184,8 +177,8 @@ class BatchedForward:
 
 def run_apart(model: Any) -> None:
     """Have a model run sequences with caches of its own. Raises `ModelError` if it has none."""
-    if is_replaced(model):
-        restore_forward(model)
+    if stateful.is_replaced(model):
+        stateful.restore_forward(model)
     else:
         limit_time_steps(model)
     for module in model.modules():  # Transformers' own setter refuses models whose attention is no interface
@@ -211,7 +204,7 @@ class _RowSelection:
         self._axes = axes
         self._visited: set[int] = set()
 
-    def apply(self, value: Any, path: CachePath) -> Any:
+    def apply(self, value: Any, path: stateful.CachePath) -> Any:
         """Return a part of a cache with the selected rows. Objects are changed in place."""
         if isinstance(value, torch.Tensor):
             # A tensor that a cache of few tokens lacks has its sequences first, as all but positions have.
@@ -222,7 +215,7 @@ class _RowSelection:
             return type(value)(self.apply(each, (*path, index)) for index, each in enumerate(value))
         if isinstance(value, dict):
             return {key: self.apply(each, (*path, key)) for key, each in value.items()}
-        if has_parts(value) and id(value) not in self._visited:
+        if stateful.has_parts(value) and id(value) not in self._visited:
             self._visited.add(id(value))
             vars(value).update({name: self.apply(each, (*path, name)) for name, each in vars(value).items()})
         return value

@@ -9,14 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.attention.stateful import (
-    StatefulModule,
-    find_stateful_modules,
-    is_replaced,
-    put_states,
-    replace_forward,
-    take_states,
-)
+from tandem.common.attention import stateful
 from tandem.rollout.engines.attention import AttentionStep, KeyValueCache
 
 _StateKey = tuple[int, str, int]
@@ -75,13 +68,13 @@ class _SteppedModel:
     def __init__(self, model: Any) -> None:
         self._step: AttentionStep | None = None
         limit_time_steps(model)
-        replace_forward(model, self._run_row)
+        stateful.replace_forward(model, self._run_row)
         model.register_forward_pre_hook(self._note_step, with_kwargs=True)
 
     def _note_step(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._step = kwargs.get("slot_step")
 
-    def _run_row(self, module: StatefulModule, hidden_1NE: torch.Tensor) -> torch.Tensor:
+    def _run_row(self, module: stateful.StatefulModule, hidden_1NE: torch.Tensor) -> torch.Tensor:
         """Run the running slots' new tokens as one batch, each from its slot's state, then each prompt from none."""
         step = self._step
         assert step is not None, "the engine gives one to every forward pass"
@@ -89,19 +82,19 @@ class _SteppedModel:
         num, outputs = step.num_running, []
         if num:
             states = module.make_layer()
-            put_states(states, step.cache.running(module.layer, num))
+            stateful.put_states(states, step.cache.running(module.layer, num))
             outputs.append(module.run_apart(hidden_1NE[0, :num, None], states)[:, 0])
         for prompt in step.prompts:
             states = module.make_layer()
             outputs.append(module.run_apart(hidden_1NE[:, prompt.start : prompt.start + prompt.length], states)[0])
-            for kind, state_1 in take_states(states):
+            for kind, state_1 in stateful.take_states(states):
                 step.cache.keep(module.layer, prompt.first_slot, prompt.num_slots, kind, state_1)
         return torch.cat(outputs)[None]
 
 
 def limit_time_steps(model: Any) -> None:
     """Have the state-space modules of a model limit their time steps in passes over single tokens, too."""
-    for module in find_stateful_modules(model).values():
+    for module in stateful.find_stateful_modules(model).values():
         _limit_time_steps(module)
 
 
@@ -135,8 +128,8 @@ def make_cache(model: Any, num_slots: int, max_length: int) -> KeyValueCache:
     if own_forward is not None:  # `tandem.rollout.engines.own_caches`
         cache: KeyValueCache = own_forward.make_cache(num_slots, max_length)
         return cache
-    if not find_stateful_modules(model):
+    if not stateful.find_stateful_modules(model):
         return KeyValueCache(num_slots, max_length)
-    if not is_replaced(model):
+    if not stateful.is_replaced(model):
         _SteppedModel(model)
     return StatefulCache(num_slots, max_length)

@@ -14,16 +14,9 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tandem.common import messages
 from tandem.common.errors import RewardError, WireError
 from tandem.common.keys import KeyPair
-from tandem.common.messages import (
-    FromRewardServer,
-    Listener,
-    ResponsesScored,
-    ResponseToScore,
-    ScoreResponses,
-    StillScoring,
-)
 from tandem.common.returned import line
 from tandem.common.wire import CallerConnections, MessageCodec, encode
 from tandem.config import Config
@@ -42,7 +35,7 @@ _UNREACHABLE_S = 10.0
 class RewardProgram(NamedTuple):
     """The program's address and keys."""
 
-    at: Listener
+    at: messages.Listener
     key_pair: KeyPair
     """Key pair by which the program recognises rollouts."""
 
@@ -88,7 +81,9 @@ class ProgramPool:
         try:
             callers = CallerConnections({_NAME: self._program.at}, self._program.key_pair, max_bytes=_MAX_REPLY_BYTES)
             with contextlib.closing(callers):
-                codec: MessageCodec[ResponsesScored | StillScoring] = MessageCodec(FromRewardServer)
+                codec: MessageCodec[messages.ResponsesScored | messages.StillScoring] = MessageCodec(
+                    messages.FromRewardServer
+                )
                 while not self._is_closing:
                     new = self._collected()
                     if callers.down_for(_NAME) == 0.0:
@@ -120,7 +115,7 @@ class ProgramPool:
 
     def _ask(self, callers: CallerConnections, jobs: Iterable[EnvironmentCall]) -> None:
         responses = tuple(
-            ResponseToScore(
+            messages.ResponseToScore(
                 number=job.call.number,
                 problem=job.call.problem,
                 response=job.call.conversation[-1]["content"],
@@ -132,15 +127,15 @@ class ProgramPool:
         if not responses:
             return
         try:
-            frames = encode(ScoreResponses(responses=responses))
+            frames = encode(messages.ScoreResponses(responses=responses))
         except Exception as error:  # a problem may hold anything
             reason = f"problems cannot be sent to {_NAME}: {type(error).__name__}: {error}"
             raise RewardError(line(reason)) from error
         callers.send(_NAME, frames)
 
-    def _hear(self, message: ResponsesScored | StillScoring) -> None:
+    def _hear(self, message: messages.ResponsesScored | messages.StillScoring) -> None:
         self._heard_at = time.monotonic()
-        if isinstance(message, StillScoring):
+        if isinstance(message, messages.StillScoring):
             return
         for scored in message.scored:
             job = self._asked.pop(scored.number, None)

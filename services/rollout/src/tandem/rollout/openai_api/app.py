@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tandem.common.errors import ConfigError, DataError
+from tandem.rollout.openai_api import protocol
 from tandem.rollout.openai_api.choices import (
     ChatView,
     CompletionView,
@@ -35,25 +36,15 @@ from tandem.rollout.openai_api.choices import (
     grow,
 )
 from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    ModelCard,
-    ModelList,
-    TokenId,
-    convert_fields,
-    convert_request,
-    read_fields,
-    read_request,
-    refuse_effects,
-)
 from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, read_body, too_late, unauthorised
 
 Find = Callable[[Request], ServedModel]
 """Function that returns the model of a request, whatever name it gives; raises `OpenAIRefused` for a wrong token."""
 _JSON = "application/json"
 T = TypeVar("T")
-Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, GenerationJob, ResponseView]]
+Begin = Callable[
+    [ServedModel, bytes], tuple[protocol.ChatRequest | protocol.CompletionRequest, GenerationJob, ResponseView]
+]
 """Function that reads a request's body."""
 _ONLY_OF_TEXTS = {"add_special_tokens": (False,)}
 """Fields of texts that chats do not have, with the values that change nothing."""
@@ -91,7 +82,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 class TokensToDecode(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /detokenize``."""
 
-    tokens: list[TokenId]
+    tokens: list[protocol.TokenId]
     model: str | None = None
 
 
@@ -116,11 +107,11 @@ class TokenizerDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 def tokenize(model: ServedModel, body: bytes) -> TokenizedPrompt:
     """Return the tokens of a text, or of the prompt that a chat would have. Raises `OpenAIRefused` and `DataError`."""
-    fields = read_fields(body)
+    fields = protocol.read_fields(body)
     if "messages" in fields:
         token_ids, shows_texts = _tokenize_chat(model, fields)
     else:
-        text = convert_fields(fields, TextTokenization)
+        text = protocol.convert_fields(fields, TextTokenization)
         model.check_name(text.model)
         special = text.add_special_tokens is not False
         token_ids = model.tokenizer.encode(text.prompt, add_special_tokens=special) if text.prompt else []
@@ -130,10 +121,11 @@ def tokenize(model: ServedModel, body: bytes) -> TokenizedPrompt:
 
 
 def _tokenize_chat(model: ServedModel, fields: dict[str, Any]) -> tuple[list[int], bool]:
-    settings = convert_fields(fields, ChatTokenization)
-    refuse_effects(fields, _ONLY_OF_TEXTS)
-    request = convert_request(
-        {name: value for name, value in fields.items() if name not in (*_OF_TOKENIZING, *_ONLY_OF_TEXTS)}, ChatRequest
+    settings = protocol.convert_fields(fields, ChatTokenization)
+    protocol.refuse_effects(fields, _ONLY_OF_TEXTS)
+    request = protocol.convert_request(
+        {name: value for name, value in fields.items() if name not in (*_OF_TOKENIZING, *_ONLY_OF_TEXTS)},
+        protocol.ChatRequest,
     )
     model.check_name(request.model)
     messages = model.messages_of(request)
@@ -147,7 +139,7 @@ def _tokenize_chat(model: ServedModel, fields: dict[str, Any]) -> tuple[list[int
 
 def detokenize(model: ServedModel, body: bytes) -> DetokenizedText:
     """Return the text of tokens. Raises `OpenAIRefused`."""
-    request = convert_fields(read_fields(body), TokensToDecode)
+    request = protocol.convert_fields(protocol.read_fields(body), TokensToDecode)
     model.check_name(request.model)
     highest = max(request.tokens, default=0)
     if highest >= model.vocabulary:
@@ -236,8 +228,8 @@ class OpenaiPaths:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, GenerationJob, ResponseView]:
-            chat_request = read_request(body, ChatRequest)
+        def begin(model: ServedModel, body: bytes) -> tuple[protocol.ChatRequest, GenerationJob, ResponseView]:
+            chat_request = protocol.read_request(body, protocol.ChatRequest)
             model.check_name(chat_request.model)
             job = chat_job(model, chat_request)
             return chat_request, job, ChatView(model, chat_request, job)
@@ -249,7 +241,7 @@ class OpenaiPaths:
         from tandem.rollout.openai_api.responses_request import chat_fields_renamed, read_responses_request
         from tandem.rollout.openai_api.responses_view import ResponsesView
 
-        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, GenerationJob, ResponseView]:
+        def begin(model: ServedModel, body: bytes) -> tuple[protocol.ChatRequest, GenerationJob, ResponseView]:
             responses_request, chat_request = read_responses_request(body)
             model.check_name(chat_request.model)
             with chat_fields_renamed():
@@ -261,8 +253,8 @@ class OpenaiPaths:
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[CompletionRequest, GenerationJob, ResponseView]:
-            completion_request = read_request(body, CompletionRequest)
+        def begin(model: ServedModel, body: bytes) -> tuple[protocol.CompletionRequest, GenerationJob, ResponseView]:
+            completion_request = protocol.read_request(body, protocol.CompletionRequest)
             model.check_name(completion_request.model)
             job = completion_job(model, completion_request)
             return completion_request, job, CompletionView(model, completion_request, job)
@@ -276,7 +268,7 @@ class OpenaiPaths:
         except OpenAIRefused as error:
             return as_response(error)
         names = (model.name, *model.aliases)
-        return _json(ModelList(data=[_card(model, name) for name in names]))
+        return _json(protocol.ModelList(data=[_card(model, name) for name in names]))
 
     async def model(self, request: Request) -> Response:
         """Describe one of them."""
@@ -339,7 +331,10 @@ class EventStream(Response):
 
 
 async def _events(
-    model: ServedModel, request: ChatRequest | CompletionRequest, job: GenerationJob, view: ResponseView
+    model: ServedModel,
+    request: protocol.ChatRequest | protocol.CompletionRequest,
+    job: GenerationJob,
+    view: ResponseView,
 ) -> AsyncGenerator[bytes, None]:
     """Yield a stream; an error after its beginning becomes one of its events."""
     shows_tokens = request.return_token_ids or request.wants_logprobs
@@ -377,8 +372,8 @@ async def _until_disconnected(receive: Receive) -> None:
         pass
 
 
-def _card(model: ServedModel, name: str) -> ModelCard:
-    return ModelCard(id=name, created=model.created, root=model.name, max_model_len=model.max_length)
+def _card(model: ServedModel, name: str) -> protocol.ModelCard:
+    return protocol.ModelCard(id=name, created=model.created, root=model.name, max_model_len=model.max_length)
 
 
 def _json(answer: msgspec.Struct) -> Response:

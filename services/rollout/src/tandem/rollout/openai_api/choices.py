@@ -15,31 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.rollout.engine import Alternatives, PromptScores
+from tandem.rollout.openai_api import protocol
 from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
-from tandem.rollout.openai_api.protocol import (
-    MAX_CHOICES,
-    AnswerMessage,
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprobs,
-    ChatRequest,
-    CompletionAnswer,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    FinishReason,
-    FunctionDelta,
-    GenerationFields,
-    MessageDelta,
-    TokenLogprob,
-    TokenUsage,
-    ToolCall,
-    ToolCallDelta,
-    TopLogprob,
-    too_long,
-)
 from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.rollout.openai_api.text import ChatPart, ChatReader, StoppedText, TextStream
 from tandem.samples.responses import chat_markers
@@ -81,21 +58,21 @@ class ResponsePiece(msgspec.Struct, frozen=True, kw_only=True):
     alternatives: list[Alternatives] | None = None
     prompt_scores: PromptScores | None = None
     """Probabilities of the prompt's tokens, in the first piece."""
-    finish_reason: FinishReason | None
-    tool_calls: list[ToolCall] = []
+    finish_reason: protocol.FinishReason | None
+    tool_calls: list[protocol.ToolCall] = []
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
 
 
-def chat_job(model: ServedModel, request: ChatRequest) -> GenerationJob:
+def chat_job(model: ServedModel, request: protocol.ChatRequest) -> GenerationJob:
     """Return a chat's job. Raises `OpenAIRefused` and what `ServedModel.chat_ids` raises."""
     messages = model.messages_of(request)
     job = _job(model, request, [model.chat_ids(request, messages)], request.max_response_tokens)
     return msgspec.structs.replace(job, images=model.tokenizer.images_in(messages) or ())
 
 
-def completion_job(model: ServedModel, request: CompletionRequest) -> GenerationJob:
+def completion_job(model: ServedModel, request: protocol.CompletionRequest) -> GenerationJob:
     """Return the job of a request for completions. Raises `OpenAIRefused` and what `Tokenizer.encode` raises."""
     special = request.add_special_tokens is not False
     prompts = [
@@ -111,7 +88,7 @@ def completion_job(model: ServedModel, request: CompletionRequest) -> Generation
 
 
 def _job(
-    model: ServedModel, request: GenerationFields, prompts: list[list[int]], max_response_tokens: int | None
+    model: ServedModel, request: protocol.GenerationFields, prompts: list[list[int]], max_response_tokens: int | None
 ) -> GenerationJob:
     for prompt in prompts:
         if not prompt:
@@ -119,12 +96,10 @@ def _job(
         if max(prompt) >= model.vocabulary:
             raise OpenAIRefused(f"the token id {max(prompt)} must be less than {model.vocabulary}", param="prompt")
         if len(prompt) >= model.max_length:
-            raise too_long(len(prompt), model.max_length)
+            raise protocol.too_long(len(prompt), model.max_length)
     num_samples = request.n or 1
-    if len(prompts) * num_samples > MAX_CHOICES:
-        message = (
-            f"n: {num_samples} responses to {len(prompts)} prompts, but at most {MAX_CHOICES} responses are allowed"
-        )
+    if len(prompts) * num_samples > protocol.MAX_CHOICES:
+        message = f"n: {num_samples} responses to {len(prompts)} prompts, but at most {protocol.MAX_CHOICES} responses are allowed"
         raise OpenAIRefused(message, param="n")
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids
@@ -162,10 +137,12 @@ def _seed(seed: int, choice: int) -> int:
 class ResponseBuilder:
     """A builder of pieces from the chunks of one response; equal responses give equal pieces."""
 
-    def __init__(self, model: ServedModel, request: GenerationFields, prompt_ids: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, model: ServedModel, request: protocol.GenerationFields, prompt_ids: Sequence[int], seed: int
+    ) -> None:
         self._reader: ChatReader | None = None
         marker_ids = frozenset[int]()
-        if isinstance(request, ChatRequest):
+        if isinstance(request, protocol.ChatRequest):
             markers = chat_markers(model.response_markers, model.tool_call_parser, may_call=request.may_call)
             if markers.texts:
                 marker_ids = model.tokenizer.marker_ids(markers.texts)
@@ -180,7 +157,7 @@ class ResponseBuilder:
             model.tokenizer,
             skip_special_tokens=not shows_special,
             shown_ids=marker_ids,
-            before_ids=() if isinstance(request, ChatRequest) else prompt_ids[-_PROMPT_TAIL:],
+            before_ids=() if isinstance(request, protocol.ChatRequest) else prompt_ids[-_PROMPT_TAIL:],
         )
         self._stopped = StoppedText(request.stop_strings)
 
@@ -200,7 +177,7 @@ class ResponseBuilder:
                 part.reasoning + last_part.reasoning,
                 [*part.tool_calls, *last_part.tool_calls],
             )
-        reason: FinishReason | None = chunk.finish_reason
+        reason: protocol.FinishReason | None = chunk.finish_reason
         if reason == "stop" and self._reader.has_calls:
             reason = "tool_calls"
         return _piece(chunk, part, reason)
@@ -221,14 +198,14 @@ class WithoutResponse:
     @staticmethod
     def add(chunk: ResponseChunk) -> ResponsePiece:
         """Return what a chunk says of the prompt."""
-        reason: FinishReason | None = None if chunk.finish_reason is None else "length"
+        reason: protocol.FinishReason | None = None if chunk.finish_reason is None else "length"
         prompt = ResponseChunk(
             token_ids=[], logprobs=[], versions=chunk.versions, prompt_scores=chunk.prompt_scores, alternatives=[]
         )
         return _piece(prompt, ChatPart("", "", []), reason)
 
 
-def _piece(chunk: ResponseChunk, part: ChatPart, reason: FinishReason | None) -> ResponsePiece:
+def _piece(chunk: ResponseChunk, part: ChatPart, reason: protocol.FinishReason | None) -> ResponsePiece:
     return ResponsePiece(
         text=part.text,
         reasoning=part.reasoning,
@@ -242,11 +219,13 @@ def _piece(chunk: ResponseChunk, part: ChatPart, reason: FinishReason | None) ->
     )
 
 
-def _has_text(request: GenerationFields) -> bool:
-    return not isinstance(request, CompletionRequest) or request.detokenize is not False
+def _has_text(request: protocol.GenerationFields) -> bool:
+    return not isinstance(request, protocol.CompletionRequest) or request.detokenize is not False
 
 
-async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob) -> AsyncGenerator[Chosen, None]:
+async def grow(
+    model: ServedModel, request: protocol.GenerationFields, job: GenerationJob
+) -> AsyncGenerator[Chosen, None]:
     """Yield the pieces of all responses as they come, with the numbers of their choices.
 
     If iteration ends early, generation stops.
@@ -258,7 +237,7 @@ async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob
         try:
             prompt_ids = job.prompts[response.prompt]
             growing: ResponseBuilder | WithoutText | WithoutResponse
-            if isinstance(request, CompletionRequest) and request.wants_prompt_only:
+            if isinstance(request, protocol.CompletionRequest) and request.wants_prompt_only:
                 growing = WithoutResponse()
             elif _has_text(request):
                 growing = ResponseBuilder(model, request, prompt_ids, response.seed)
@@ -288,7 +267,7 @@ async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def collect(model: ServedModel, request: GenerationFields, job: GenerationJob) -> list[ResponsePiece]:
+async def collect(model: ServedModel, request: protocol.GenerationFields, job: GenerationJob) -> list[ResponsePiece]:
     """Return all responses, each complete."""
     parts: list[list[ResponsePiece]] = [[] for _ in job.responses]
     async with contextlib.aclosing(grow(model, request, job)) as growing:
@@ -377,7 +356,7 @@ class ResponseView(Protocol):
 class ChatView(ServerEvents):
     """The form of a chat's responses."""
 
-    def __init__(self, model: ServedModel, request: ChatRequest, job: GenerationJob) -> None:
+    def __init__(self, model: ServedModel, request: protocol.ChatRequest, job: GenerationJob) -> None:
         self._model = model
         self._request = request
         self._job = job
@@ -386,10 +365,10 @@ class ChatView(ServerEvents):
         self._num_calls = [0] * len(job.responses)
         """Calls sent so far, by choice."""
 
-    def answer(self, pieces: Sequence[ResponsePiece]) -> ChatAnswer:
+    def answer(self, pieces: Sequence[ResponsePiece]) -> protocol.ChatAnswer:
         """Return the whole answer."""
         choices = [
-            ChatChoice(
+            protocol.ChatChoice(
                 index=number,
                 message=self._message(number, piece),
                 logprobs=self._logprobs(piece),
@@ -398,7 +377,7 @@ class ChatView(ServerEvents):
             )
             for number, piece in enumerate(pieces)
         ]
-        return ChatAnswer(
+        return protocol.ChatAnswer(
             id=self._id,
             created=self._created,
             model=self._model.name,
@@ -408,19 +387,19 @@ class ChatView(ServerEvents):
             weight_versions=versions_of(self._model, pieces),
         )
 
-    def begin(self) -> Iterator[ChatChunk]:
+    def begin(self) -> Iterator[protocol.ChatChunk]:
         """Yield the start of a stream: the role of the messages that follow."""
         ids = _shown_ids(self._request, self._job.prompts[0])
         for number in range(len(self._job.responses)):
-            choice = ChatChunkChoice(index=number, delta=MessageDelta(role="assistant", content=""))
+            choice = protocol.ChatChunkChoice(index=number, delta=protocol.MessageDelta(role="assistant", content=""))
             yield self._chunk([choice], prompt_token_ids=UNSET if number else ids)
 
-    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[ChatChunk]:
+    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[protocol.ChatChunk]:
         """Yield a part of a stream: text and tokens, then calls, of which clients expect one delta a chunk."""
         calls = piece.tool_calls
-        choice = ChatChunkChoice(
+        choice = protocol.ChatChunkChoice(
             index=number,
-            delta=MessageDelta(content=piece.text or UNSET, reasoning_content=piece.reasoning or UNSET),
+            delta=protocol.MessageDelta(content=piece.text or UNSET, reasoning_content=piece.reasoning or UNSET),
             logprobs=self._logprobs(piece),
             finish_reason=None if calls else piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
@@ -428,25 +407,33 @@ class ChatView(ServerEvents):
         yield self._chunk([choice], weight_versions=versions_of(self._model, [piece]))
         for call in calls:
             for delta in _deltas(self._num_calls[number], call):
-                yield self._chunk([ChatChunkChoice(index=number, delta=MessageDelta(tool_calls=[delta]))])
+                yield self._chunk(
+                    [protocol.ChatChunkChoice(index=number, delta=protocol.MessageDelta(tool_calls=[delta]))]
+                )
             self._num_calls[number] += 1
         if calls and piece.finish_reason:
-            yield self._chunk([ChatChunkChoice(index=number, delta=MessageDelta(), finish_reason=piece.finish_reason)])
+            yield self._chunk(
+                [
+                    protocol.ChatChunkChoice(
+                        index=number, delta=protocol.MessageDelta(), finish_reason=piece.finish_reason
+                    )
+                ]
+            )
 
-    def end(self, num_tokens: int) -> Iterator[ChatChunk]:
+    def end(self, num_tokens: int) -> Iterator[protocol.ChatChunk]:
         """Yield the end of a stream."""
         if self._request.wants_usage:
             yield self._chunk([], usage=_usage(self._job, num_tokens))
 
     def _chunk(
         self,
-        choices: list[ChatChunkChoice],
+        choices: list[protocol.ChatChunkChoice],
         *,
-        usage: TokenUsage | None = None,
+        usage: protocol.TokenUsage | None = None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
         weight_versions: list[int] | UnsetType = UNSET,
-    ) -> ChatChunk:
-        return ChatChunk(
+    ) -> protocol.ChatChunk:
+        return protocol.ChatChunk(
             id=self._id,
             created=self._created,
             model=self._model.name,
@@ -456,7 +443,7 @@ class ChatView(ServerEvents):
             weight_versions=weight_versions,
         )
 
-    def _message(self, number: int, piece: ResponsePiece) -> AnswerMessage:
+    def _message(self, number: int, piece: ResponsePiece) -> protocol.AnswerMessage:
         message = _message(piece)
         if not self._request.shows_sampled_ids:
             return message
@@ -467,16 +454,16 @@ class ChatView(ServerEvents):
             generation_log_probs=piece.logprobs,
         )
 
-    def _logprobs(self, piece: ResponsePiece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: ResponsePiece) -> protocol.ChatLogprobs | None:
         if not self._request.wants_logprobs:
             return None
-        return ChatLogprobs(content=describe_tokens(self._model, self._request, piece))
+        return protocol.ChatLogprobs(content=describe_tokens(self._model, self._request, piece))
 
 
 class CompletionView(ServerEvents):
     """The form of completions."""
 
-    def __init__(self, model: ServedModel, request: CompletionRequest, job: GenerationJob) -> None:
+    def __init__(self, model: ServedModel, request: protocol.CompletionRequest, job: GenerationJob) -> None:
         self._model = model
         self._request = request
         self._job = job
@@ -488,40 +475,40 @@ class CompletionView(ServerEvents):
         self._echoed: set[int] = set()
         """Choices whose prompt has been shown."""
 
-    def answer(self, pieces: Sequence[ResponsePiece]) -> CompletionAnswer:
+    def answer(self, pieces: Sequence[ResponsePiece]) -> protocol.CompletionAnswer:
         """Return the whole answer."""
         choices = [self._choice(number, piece, is_first=True) for number, piece in enumerate(pieces)]
         usage = _usage(self._job, sum(len(piece.token_ids) for piece in pieces))
         return self._answer(choices, usage, versions_of(self._model, pieces))
 
-    def begin(self) -> Iterator[CompletionAnswer]:
+    def begin(self) -> Iterator[protocol.CompletionAnswer]:
         """Yield the start of a stream: nothing, unless token ids are asked for."""
         if self._request.return_token_ids:
             empty = ResponsePiece(text="", token_ids=[], logprobs=[], finish_reason=None)
             for number in range(len(self._job.responses)):
                 yield self._part([self._choice(number, empty, is_first=True)])
 
-    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[CompletionAnswer]:
+    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[protocol.CompletionAnswer]:
         """Yield a part of a stream."""
         yield self._part([self._choice(number, piece, is_first=False)], versions_of(self._model, [piece]))
 
-    def end(self, num_tokens: int) -> Iterator[CompletionAnswer]:
+    def end(self, num_tokens: int) -> Iterator[protocol.CompletionAnswer]:
         """Yield the end of a stream."""
         if self._request.wants_usage:
             yield self._answer([], _usage(self._job, num_tokens))
 
     def _part(
-        self, choices: list[CompletionChoice], weight_versions: list[int] | UnsetType = UNSET
-    ) -> CompletionAnswer:
+        self, choices: list[protocol.CompletionChoice], weight_versions: list[int] | UnsetType = UNSET
+    ) -> protocol.CompletionAnswer:
         return self._answer(choices, None if self._request.wants_usage else UNSET, weight_versions)
 
     def _answer(
         self,
-        choices: list[CompletionChoice],
-        usage: TokenUsage | UnsetType | None,
+        choices: list[protocol.CompletionChoice],
+        usage: protocol.TokenUsage | UnsetType | None,
         weight_versions: list[int] | UnsetType = UNSET,
-    ) -> CompletionAnswer:
-        return CompletionAnswer(
+    ) -> protocol.CompletionAnswer:
+        return protocol.CompletionAnswer(
             id=self._id,
             created=self._created,
             model=self._model.name,
@@ -530,9 +517,9 @@ class CompletionView(ServerEvents):
             weight_versions=weight_versions,
         )
 
-    def _choice(self, number: int, piece: ResponsePiece, *, is_first: bool) -> CompletionChoice:
+    def _choice(self, number: int, piece: ResponsePiece, *, is_first: bool) -> protocol.CompletionChoice:
         prompt_ids = self._job.prompts[self._job.responses[number].prompt]
-        return CompletionChoice(
+        return protocol.CompletionChoice(
             index=number,
             text=self._echo(number, piece) + piece.text,
             logprobs=self._logprobs(number, piece),
@@ -554,7 +541,7 @@ class CompletionView(ServerEvents):
         shows_special = self._request.skip_special_tokens is False
         return self._model.tokenizer.decode(prompt, skip_special_tokens=not shows_special)
 
-    def _logprobs(self, number: int, piece: ResponsePiece) -> CompletionLogprobs | None:
+    def _logprobs(self, number: int, piece: ResponsePiece) -> protocol.CompletionLogprobs | None:
         if not self._request.wants_logprobs:
             return None
         token_ids, token_logprobs = piece.token_ids, list[float | None](piece.logprobs)
@@ -564,13 +551,15 @@ class CompletionView(ServerEvents):
             token_logprobs = [None, *piece.prompt_scores.logprobs_P.tolist(), *token_logprobs]
             alternatives = [[], *piece.prompt_scores.alternatives, *alternatives]
         if not _has_text(self._request) and not self._request.num_alternatives:
-            return CompletionLogprobs(tokens=[], token_logprobs=token_logprobs, top_logprobs=[], text_offset=[])
+            return protocol.CompletionLogprobs(
+                tokens=[], token_logprobs=token_logprobs, top_logprobs=[], text_offset=[]
+            )
         tokens = [self._text_of(token_id) for token_id in token_ids]
         offsets = []
         for token in tokens:
             offsets.append(self._num_characters[number])
             self._num_characters[number] += len(token)
-        return CompletionLogprobs(
+        return protocol.CompletionLogprobs(
             tokens=tokens,
             token_logprobs=token_logprobs,
             top_logprobs=[
@@ -598,7 +587,9 @@ class CompletionView(ServerEvents):
         return _named(self._model, self._request, token_id)
 
 
-def describe_tokens(model: ServedModel, request: GenerationFields, piece: ResponsePiece) -> list[TokenLogprob]:
+def describe_tokens(
+    model: ServedModel, request: protocol.GenerationFields, piece: ResponsePiece
+) -> list[protocol.TokenLogprob]:
     """Return the log-probability of each token of a piece, in the form of chats."""
 
     def describe(token_id: int, logprob: float) -> dict[str, Any]:
@@ -607,43 +598,43 @@ def describe_tokens(model: ServedModel, request: GenerationFields, piece: Respon
 
     alternatives = piece.alternatives or [[]] * len(piece.token_ids)
     return [
-        TokenLogprob(
+        protocol.TokenLogprob(
             **describe(token_id, logprob),
-            top_logprobs=[TopLogprob(**describe(*alternative)) for alternative in token_alternatives],
+            top_logprobs=[protocol.TopLogprob(**describe(*alternative)) for alternative in token_alternatives],
         )
         for token_id, logprob, token_alternatives in zip(piece.token_ids, piece.logprobs, alternatives, strict=True)
     ]
 
 
-def _named(model: ServedModel, request: GenerationFields, token_id: int) -> str:
+def _named(model: ServedModel, request: protocol.GenerationFields, token_id: int) -> str:
     """Return what log-probabilities call a token."""
     if request.return_tokens_as_token_ids:
         return f"token_id:{token_id}"
     return model.tokenizer.token_text(token_id)
 
 
-def _ended(piece: ResponsePiece) -> FinishReason:
+def _ended(piece: ResponsePiece) -> protocol.FinishReason:
     assert piece.finish_reason is not None, "the last piece of a response says why it ended"
     return piece.finish_reason
 
 
-def _deltas(index: int, call: ToolCall) -> Iterator[ToolCallDelta]:
+def _deltas(index: int, call: protocol.ToolCall) -> Iterator[protocol.ToolCallDelta]:
     """Yield the name of a called function, then its arguments."""
-    named = FunctionDelta(name=call.function.name, arguments="")
-    yield ToolCallDelta(index=index, id=call.id, type="function", function=named)
-    yield ToolCallDelta(index=index, function=FunctionDelta(arguments=call.function.arguments))
+    named = protocol.FunctionDelta(name=call.function.name, arguments="")
+    yield protocol.ToolCallDelta(index=index, id=call.id, type="function", function=named)
+    yield protocol.ToolCallDelta(index=index, function=protocol.FunctionDelta(arguments=call.function.arguments))
 
 
-def _message(piece: ResponsePiece) -> AnswerMessage:
+def _message(piece: ResponsePiece) -> protocol.AnswerMessage:
     has_only_calls = piece.tool_calls and not piece.text
-    return AnswerMessage(
+    return protocol.AnswerMessage(
         content=None if has_only_calls else piece.text,
         reasoning_content=piece.reasoning or UNSET,
         tool_calls=piece.tool_calls or UNSET,
     )
 
 
-def _shown_ids(request: GenerationFields, token_ids: list[int]) -> list[int] | UnsetType:
+def _shown_ids(request: protocol.GenerationFields, token_ids: list[int]) -> list[int] | UnsetType:
     return token_ids if request.return_token_ids else UNSET
 
 
@@ -652,6 +643,8 @@ def versions_of(model: ServedModel, pieces: Sequence[ResponsePiece]) -> list[int
     return sorted({version for piece in pieces for version in piece.versions}) if model.shows_versions else UNSET
 
 
-def _usage(job: GenerationJob, num_tokens: int) -> TokenUsage:
+def _usage(job: GenerationJob, num_tokens: int) -> protocol.TokenUsage:
     num_prompt = sum(map(len, job.prompts))
-    return TokenUsage(prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=num_prompt + num_tokens)
+    return protocol.TokenUsage(
+        prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=num_prompt + num_tokens
+    )

@@ -14,15 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from tandem.rollout.openai_api.protocol import (
-    ChatRequest,
-    NumAlternatives,
-    Positive,
-    convert_fields,
-    convert_request,
-    read_fields,
-    refuse_effects,
-)
+from tandem.rollout.openai_api import protocol
 from tandem.rollout.openai_api.refusals import OpenAIRefused
 
 _NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
@@ -178,12 +170,12 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
 
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: protocol.Positive | None = None
     tools: list[FunctionTool] | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
-    top_logprobs: NumAlternatives | None = None
+    top_logprobs: protocol.NumAlternatives | None = None
     metadata: dict[str, str] | None = None
     background: bool | None = None
     store: bool | None = None
@@ -195,9 +187,9 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
 
-def read_responses_request(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
+def read_responses_request(body: bytes) -> tuple[ResponsesRequest, protocol.ChatRequest]:
     """Return a request, and the chat that it is. Raises `OpenAIRefused` as `read_request` does."""
-    fields = read_fields(body)
+    fields = protocol.read_fields(body)
     for name, replacement in _CHAT_NAMES.items():
         if fields.get(name) is not None:
             raise OpenAIRefused(
@@ -208,11 +200,11 @@ def read_responses_request(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
     for name, values in _STATE_FIELDS.items():
         if fields.get(name) not in (None, *values):
             raise OpenAIRefused(f"{name}: {_STATE}", param=name, code="unsupported")
-    refuse_effects(fields, _NO_EFFECT)
+    protocol.refuse_effects(fields, _NO_EFFECT)
     items = fields.get("input")
     if isinstance(items, list):
         fields["input"] = [_add_type(item) for item in items]
-    request = convert_fields(fields, ResponsesRequest)
+    request = protocol.convert_fields(fields, ResponsesRequest)
     # What this API does not know is read as in chats: vLLM's fields, unsupported ones, variables of the chat template.
     shared_fields = {name: value for name, value in fields.items() if name not in ResponsesRequest.__struct_fields__}
     for name in (*_STATE_FIELDS, *_NO_EFFECT, "stream_options"):
@@ -227,7 +219,7 @@ def read_responses_request(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
     }
     with chat_fields_renamed():
-        return request, convert_request({**shared_fields, **chat_fields}, ChatRequest)
+        return request, protocol.convert_request({**shared_fields, **chat_fields}, protocol.ChatRequest)
 
 
 @contextlib.contextmanager

@@ -12,16 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.common.attention import stateful
 from tandem.common.attention.chunks import find_chunk_sizes, give_positions
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
-from tandem.common.attention.stateful import (
-    INDEXED_TYPE,
-    StatefulModule,
-    find_stateful_modules,
-    find_unknown_layer_type,
-    is_replaced,
-    replace_forward,
-)
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.attention.rows import ATTENTION_NAME, CHUNKS_ATTENTION_NAME
 from tandem.trainer.batching.packing import pack_row, share_prompts
@@ -34,7 +27,7 @@ class _RowModel:
     def __init__(self, model: Any) -> None:
         self._row: TokenRow | None = None
         self._is_within = False
-        replace_forward(model, self._run_row)
+        stateful.replace_forward(model, self._run_row)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         if model.base_model is not model:  # which is called by itself where no logits are wanted
@@ -51,7 +44,7 @@ class _RowModel:
         if not self._is_within:  # not every model hands its arguments on
             self._row = kwargs.get("row")
 
-    def _run_row(self, module: StatefulModule, hidden_BTE: torch.Tensor) -> torch.Tensor | None:
+    def _run_row(self, module: stateful.StatefulModule, hidden_BTE: torch.Tensor) -> torch.Tensor | None:
         row = self._row
         if row is None:
             return None
@@ -65,7 +58,7 @@ class _RowModel:
 
 def separate_sequences(model: Any) -> None:
     """Have a model's stateful modules, if it has some, run each sequence of a row apart."""
-    if find_stateful_modules(model) and not is_replaced(model):
+    if stateful.find_stateful_modules(model) and not stateful.is_replaced(model):
         _RowModel(model)
 
 
@@ -83,7 +76,7 @@ def prepare_to_pack(model: Any, max_length: int) -> str | None:
     The model is tried out: two sequences in one row must have the same logits as each sequence alone.
     """
     config = model.config.get_text_config()
-    if _is_indexed(config) and find_unknown_layer_type(config, INDEXED_TYPE) is None:
+    if _is_indexed(config) and stateful.find_unknown_layer_type(config, stateful.INDEXED_TYPE) is None:
         return _prepare_indexers(model)
     return _prepare(model, max_length, _PACKED)
 
@@ -91,15 +84,15 @@ def prepare_to_pack(model: Any, max_length: int) -> str | None:
 def explain_undivided(model: Any) -> str | None:
     """Return why ranks cannot share the sequences of a model that takes packed rows; None if they can."""
     config = model.config.get_text_config()
-    if find_stateful_modules(model):
+    if stateful.find_stateful_modules(model):
         return "it has layers that carry a state from token to token"
     if any(find_chunk_sizes(config)):
         return "it has attention in chunks"
-    return f"it has layers of type {INDEXED_TYPE}" if _is_indexed(config) else None
+    return f"it has layers of type {stateful.INDEXED_TYPE}" if _is_indexed(config) else None
 
 
 def _is_indexed(config: Any) -> bool:
-    return INDEXED_TYPE in (getattr(config, "layer_types", None) or ())
+    return stateful.INDEXED_TYPE in (getattr(config, "layer_types", None) or ())
 
 
 def _prepare_indexers(model: Any) -> str | None:
@@ -110,7 +103,7 @@ def _prepare_indexers(model: Any) -> str | None:
     """
     indexers = [module for module in model.modules() if isinstance(getattr(module, "index_topk", None), int)]
     if not indexers:
-        return f"it has layers of type {INDEXED_TYPE}, whose indexers choose no single keys"
+        return f"it has layers of type {stateful.INDEXED_TYPE}, whose indexers choose no single keys"
     num_keys = {module: module.index_topk for module in indexers}
     pool_size = max(getattr(module, "index_kpool", 1) for module in indexers)
     length = 6 * pool_size + 1
@@ -159,7 +152,7 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     unstable = find_unstable_rotation(config, max_length)
     if unstable is not None:
         return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
-    unknown_type = find_unknown_layer_type(config)
+    unknown_type = stateful.find_unknown_layer_type(config)
     if unknown_type is not None:
         return f"it has layers of type {unknown_type}"
     before = config._attn_implementation

@@ -26,18 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.common import messages
 from tandem.common.errors import NotFiniteError, WireError
-from tandem.common.messages import (
-    AddGradient,
-    CallCommand,
-    GradientAdded,
-    KeepWeights,
-    OptimizerStepped,
-    RestoreTraining,
-    StepOptimizer,
-    SwitchTraining,
-    TrainingRestored,
-)
 from tandem.common.returned import beyond
 from tandem.common.wire import Arrays
 from tandem.config.schema.columns import TEACHER_TOPK_INDICES, ColumnDeclaration
@@ -129,7 +119,7 @@ class CalledPolicy(Protocol):
         """Give all ranks of a replica what a loss has written on those that have scores."""
         ...
 
-    def step(self, command: StepOptimizer, loss: float, *, has_gradient: bool) -> float:
+    def step(self, command: messages.StepOptimizer, loss: float, *, has_gradient: bool) -> float:
         """Take a step of AdamW with the gradient, which is that of `loss`, or with zeros if there is none.
 
         Return its norm before clipping. Raises `NotFiniteError`, and then no weight has changed. Either way the
@@ -201,39 +191,39 @@ class RankCalls:
         """Weights that were published, by number of their set, in the host's memory."""
 
     @staticmethod
-    def phase_of(command: CallCommand) -> str:
+    def phase_of(command: messages.CallCommand) -> str:
         """Return what a command does, for error messages."""
         match command:
-            case AddGradient():
+            case messages.AddGradient():
                 return f"{'adding a gradient' if command.has_gradient else 'scoring'} ({command.loss})"
-            case StepOptimizer():
+            case messages.StepOptimizer():
                 return "stepping the optimizer"
-            case RestoreTraining():
+            case messages.RestoreTraining():
                 return f"restoring {command.folder or 'the first weights'}"
-            case SwitchTraining():
+            case messages.SwitchTraining():
                 return f"switching to set {command.number}"
-            case KeepWeights():
+            case messages.KeepWeights():
                 return f"keeping the weights as set {command.number}"
             case unknown:
                 assert_never(unknown)
 
-    def handle(self, command: CallCommand, arrays: Arrays) -> None:
+    def handle(self, command: messages.CallCommand, arrays: Arrays) -> None:
         """Carry out a call and reply."""
         match command:
-            case AddGradient():
+            case messages.AddGradient():
                 self._add_gradient(command, arrays)
-            case StepOptimizer():
+            case messages.StepOptimizer():
                 self._step(command)
-            case RestoreTraining():
+            case messages.RestoreTraining():
                 self._restore(command)
-            case SwitchTraining():
+            case messages.SwitchTraining():
                 self._switch(command)
-            case KeepWeights():
+            case messages.KeepWeights():
                 self._keep(command)
             case unknown:
                 assert_never(unknown)
 
-    def _add_gradient(self, command: AddGradient, arrays: Arrays) -> None:
+    def _add_gradient(self, command: messages.AddGradient, arrays: Arrays) -> None:
         table, samples = self._read(arrays)
         settings = self._config.policy
         shares_prompts = settings.share_prompts and self._backend.shares_prompts
@@ -261,12 +251,14 @@ class RankCalls:
                 reason = f"{reason}: its gradient, and those of the calls before, are dropped"
             raise NotFiniteError(reason)
         self._policy.complete(logprobs_T)
-        reply = GradientAdded(command_id=command.command_id, loss=loss, logprobs=logprobs_T.astype("<f4").tobytes())
+        reply = messages.GradientAdded(
+            command_id=command.command_id, loss=loss, logprobs=logprobs_T.astype("<f4").tobytes()
+        )
         self._context.reply(command.command_id, reply)
 
     def _loss_of(
         self,
-        command: AddGradient,
+        command: messages.AddGradient,
         samples: SampleBatch,
         logprobs_T: Float32s,
         micro_batch: MicroBatch,
@@ -280,7 +272,7 @@ class RankCalls:
         loss_BT = LOSSES[command.loss](logprobs_BT, micro_batch.columns, command.settings)
         return torch.where(mask_BT, loss_BT, 0.0).sum()
 
-    def _step(self, command: StepOptimizer) -> None:
+    def _step(self, command: messages.StepOptimizer) -> None:
         # A client may have sent it before it could know. Without its gradient it would still move the weights.
         if self._why_dropped:
             raise NotFiniteError(f"no step was taken: its gradient was dropped, because {self._why_dropped}")
@@ -291,10 +283,12 @@ class RankCalls:
         except NotFiniteError as error:
             self._why_dropped = str(error)
             raise
-        self._context.reply(command.command_id, OptimizerStepped(command_id=command.command_id, grad_norm=norm))
+        self._context.reply(
+            command.command_id, messages.OptimizerStepped(command_id=command.command_id, grad_norm=norm)
+        )
 
     @torch.no_grad()
-    def _restore(self, command: RestoreTraining) -> None:
+    def _restore(self, command: messages.RestoreTraining) -> None:
         self._forget_gradient()
         if command.folder:
             self._policy.load(Path(command.folder))
@@ -303,10 +297,10 @@ class RankCalls:
                 tensor.copy_(self._first[name])
         if not (command.folder and command.with_optimizer):
             self._policy.forget_steps()
-        self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
+        self._context.reply(command.command_id, messages.TrainingRestored(command_id=command.command_id))
 
     @torch.no_grad()
-    def _switch(self, command: SwitchTraining) -> None:
+    def _switch(self, command: messages.SwitchTraining) -> None:
         policy, number = self._policy, command.number
         trained_tensors = policy.trained_here()
         if number != self._number:
@@ -324,10 +318,10 @@ class RankCalls:
                 tensor.copy_(new.weights[name])
             self._number, self._loss, self._has_gradient = number, new.loss, new.has_gradient
             self._why_dropped = new.why_dropped
-        self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
+        self._context.reply(command.command_id, messages.TrainingRestored(command_id=command.command_id))
 
     @torch.no_grad()
-    def _keep(self, command: KeepWeights) -> None:
+    def _keep(self, command: messages.KeepWeights) -> None:
         """Copy the weights to where those of the set before them were."""
         weights, copies = self._policy.trained_here(), self._kept.get(command.number)
         if copies is None:
@@ -335,7 +329,7 @@ class RankCalls:
         else:
             for name, tensor in weights.items():
                 copies[name].copy_(tensor)
-        self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
+        self._context.reply(command.command_id, messages.TrainingRestored(command_id=command.command_id))
 
     def _drop_gradient(self, reason: str) -> None:
         self._forget_gradient()

@@ -22,65 +22,13 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.common import messages
 from tandem.common.errors import ServiceError
-from tandem.common.messages import (
-    AwaitCheckpoint,
-    BuildEngine,
-    BuildTrainer,
-    CheckpointCopied,
-    CheckpointSaved,
-    CommitVersion,
-    ConnectTransferGroup,
-    CopyWeights,
-    DigestsReported,
-    EngineBuilt,
-    Generated,
-    InstallProgram,
-    Listener,
-    MemoryUse,
-    OpenRendezvous,
-    PlanTransfers,
-    ProgramInstalled,
-    Refit,
-    Refitted,
-    RendezvousOpened,
-    Reply,
-    ReportDigests,
-    RestoreSamples,
-    SampleScored,
-    SamplesFinished,
-    SaveCheckpoint,
-    Trained,
-    TrainerBuilt,
-    TransferGroupConnected,
-    TransfersPlanned,
-    VersionCommitted,
-    WeightsCopied,
-)
 from tandem.coordinator.forecast.simulation.lengths import GroupLengths
 from tandem.coordinator.forecast.simulation.roofline import DecodingRate, StepSeconds
-from tandem.coordinator.scheduler import RunSpec, Scheduler
-from tandem.coordinator.scheduler.events import (
-    Action,
-    CommitStep,
-    DispatchBatch,
-    DispatchCommand,
-    DispatchPrompts,
-    DrawPrompts,
-    Event,
-    FindRestored,
-    FinishRun,
-    GroupSize,
-    PlainCommand,
-    ProcessJoined,
-    ProcessLost,
-    ProcessReplied,
-    PromptsDrawn,
-    ReplaceEngine,
-    RestoredFound,
-)
+from tandem.coordinator.scheduler import RunSpec, Scheduler, events
 
-_MEMORY = MemoryUse(peak=0, held=0)
+_MEMORY = messages.MemoryUse(peak=0, held=0)
 _KEY = "0" * 40
 _NEVER = math.inf
 _ROUNDING = 1e-6
@@ -142,7 +90,7 @@ class _Sequence:
 
     __slots__ = ("cached", "command", "ends_at", "group", "length", "place", "prompt", "starts_at", "version")
 
-    def __init__(self, command: DispatchPrompts, group: int, place: int, prompt: int, length: int) -> None:
+    def __init__(self, command: events.DispatchPrompts, group: int, place: int, prompt: int, length: int) -> None:
         self.command, self.group, self.place = command, group, place
         self.prompt, self.length = prompt, length
         self.starts_at = self.ends_at = 0.0
@@ -300,7 +248,7 @@ def measure_generation(rates: EngineRates, num_places: int, groups: Sequence[Gro
     """Return the seconds in which one engine alone generates groups that it is given at once."""
     engine, now = VirtualEngine(rates, num_places), 0.0
     for number, group in enumerate(groups):
-        command = DispatchPrompts(
+        command = events.DispatchPrompts(
             process="rollout-0",
             command_id=1,
             deadline_s=_NEVER,
@@ -341,7 +289,7 @@ class VirtualRun:
         self.tokens_by_age: dict[int, int] = {}
         self.num_losses = 0
         self.num_too_old = 0.0
-        self.outcome: FinishRun | None = None
+        self.outcome: events.FinishRun | None = None
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._unfinished: dict[int, int] = {}
@@ -356,7 +304,7 @@ class VirtualRun:
         spec = self.scheduler.tables.spec
         for kind, count in spec.expected.items():
             for index in range(count):
-                self._handle(ProcessJoined(now=self.now, process=f"{kind}-{index}", kind=kind))
+                self._handle(events.ProcessJoined(now=self.now, process=f"{kind}-{index}", kind=kind))
         if self.rates.losses_per_hour:
             self._after(self._next_loss_s(), self._lose_engine)
         while self.outcome is None:
@@ -369,68 +317,69 @@ class VirtualRun:
 
     # --- events and actions ------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         for action in self.scheduler.handle(event):
             self._carry_out(action)
 
     def _after(self, seconds: float, carry_out: Callable[[], None]) -> None:
         heapq.heappush(self._due, (self.now + seconds, next(self._numbers), carry_out))
 
-    def _reply_after(self, seconds: float, process: str, reply: Reply) -> None:
-        self._after(seconds, lambda: self._handle(ProcessReplied(now=self.now, process=process, reply=reply)))
+    def _reply_after(self, seconds: float, process: str, reply: messages.Reply) -> None:
+        self._after(seconds, lambda: self._handle(events.ProcessReplied(now=self.now, process=process, reply=reply)))
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: events.Action) -> None:
         match action:
-            case DrawPrompts(step=step, purpose=purpose, groups=groups):
+            case events.DrawPrompts(step=step, purpose=purpose, groups=groups):
                 sizes = tuple(self._size_of(step, group) for group in groups)
                 self._after(
-                    0.0, lambda: self._handle(PromptsDrawn(now=self.now, step=step, purpose=purpose, sizes=sizes))
+                    0.0,
+                    lambda: self._handle(events.PromptsDrawn(now=self.now, step=step, purpose=purpose, sizes=sizes)),
                 )
-            case FindRestored():
-                self._after(0.0, lambda: self._handle(RestoredFound(now=self.now, groups={})))
-            case DispatchPrompts():
+            case events.FindRestored():
+                self._after(0.0, lambda: self._handle(events.RestoredFound(now=self.now, groups={})))
+            case events.DispatchPrompts():
                 self._generate(action)
-            case DispatchBatch(step=step, commands=commands):
+            case events.DispatchBatch(step=step, commands=commands):
                 self._train(step, {process: fields["command_id"] for process, fields in commands.items()})
-            case DispatchCommand(process=process, command=command):
+            case events.DispatchCommand(process=process, command=command):
                 self._command(process, command)
-            case CommitStep():
+            case events.CommitStep():
                 self._commit(action)
-            case ReplaceEngine(process=process):
+            case events.ReplaceEngine(process=process):
                 self._after(
                     self.rates.replace_s,
-                    lambda: self._handle(ProcessJoined(now=self.now, process=process, kind="rollout")),
+                    lambda: self._handle(events.ProcessJoined(now=self.now, process=process, kind="rollout")),
                 )
-            case FinishRun():
+            case events.FinishRun():
                 self.outcome = action
             case _:
                 pass
 
-    def _command(self, process: str, command: PlainCommand) -> None:
+    def _command(self, process: str, command: events.PlainCommand) -> None:
         seconds = 0.0
-        if process in self._absent and not isinstance(command, BuildEngine):
+        if process in self._absent and not isinstance(command, messages.BuildEngine):
             return
         match command:
-            case BuildEngine():
+            case messages.BuildEngine():
                 self.engines[process] = VirtualEngine(self.rates.engine, self.rates.num_places)
                 self.engines[process].advance(self.now)
                 self._absent.discard(process)
-            case Refit(version=version):
+            case messages.Refit(version=version):
                 seconds = self.rates.refit_s
                 if process in self.engines:
                     self._pause(process, version, command.command_id)
                     return
-            case CopyWeights() | ReportDigests():
-                seconds = self.rates.verify_s if isinstance(command, ReportDigests) else 0.0
+            case messages.CopyWeights() | messages.ReportDigests():
+                seconds = self.rates.verify_s if isinstance(command, messages.ReportDigests) else 0.0
             case _:
                 pass
         self._reply_after(seconds, process, _answer(process, command))
 
-    def _size_of(self, step: int, group: int) -> GroupSize:
+    def _size_of(self, step: int, group: int) -> events.GroupSize:
         lengths = self._draw(step, group)
         of_step = self._step_lengths.setdefault(step, {})
         of_step |= {(group, place): (lengths.prompt, length) for place, length in enumerate(lengths.responses)}
-        return GroupSize(num_samples=len(lengths.responses), num_tokens=self._longest)
+        return events.GroupSize(num_samples=len(lengths.responses), num_tokens=self._longest)
 
     # --- trainers ----------------------------------------------------------------------------------------------------
 
@@ -441,7 +390,7 @@ class VirtualRun:
         for process, command_id in commands.items():
             self._reply_after(total, process, _trained(command_id, step))
 
-    def _commit(self, action: CommitStep) -> None:
+    def _commit(self, action: events.CommitStep) -> None:
         trained = self._trained.pop(action.step, None)
         if trained is None:
             return
@@ -461,7 +410,7 @@ class VirtualRun:
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
-    def _generate(self, action: DispatchPrompts) -> None:
+    def _generate(self, action: events.DispatchPrompts) -> None:
         engine = self.engines[action.process]
         engine.advance(self.now)
         if action.cancel_before:
@@ -501,26 +450,26 @@ class VirtualRun:
             engine.fill()
         for command_id, sequences in by_command.items():
             command = sequences[0].command
-            reply = SamplesFinished(
+            reply = messages.SamplesFinished(
                 command_id=command_id,
                 step=command.step,
                 purpose=command.purpose,
                 samples=tuple(self._score(engine, sequence) for sequence in sequences),
             )
-            self._handle(ProcessReplied(now=self.now, process=process, reply=reply))
+            self._handle(events.ProcessReplied(now=self.now, process=process, reply=reply))
             self._unfinished[command_id] -= len(sequences)
             if not self._unfinished[command_id]:
                 del self._unfinished[command_id]
-                self._handle(ProcessReplied(now=self.now, process=process, reply=_generated(command)))
+                self._handle(events.ProcessReplied(now=self.now, process=process, reply=_generated(command)))
         self._watch(process)
 
-    def _score(self, engine: VirtualEngine, sequence: _Sequence) -> SampleScored:
+    def _score(self, engine: VirtualEngine, sequence: _Sequence) -> messages.SampleScored:
         counts = engine.count_by_version(sequence)
         for number, count in enumerate(counts):
             age = sequence.command.step - 1 - sequence.version - number
             self.tokens_by_age[age] = self.tokens_by_age.get(age, 0) + count
         newest = sequence.version + len(counts) - 1
-        return SampleScored(
+        return messages.SampleScored(
             group=sequence.group,
             sample=sequence.place,
             prompt_length=sequence.prompt,
@@ -550,8 +499,8 @@ class VirtualRun:
         engine.advance(self.now)
         engine.is_paused = False
         engine.take_version(version)
-        reply = Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=_MEMORY)
-        self._handle(ProcessReplied(now=self.now, process=process, reply=reply))
+        reply = messages.Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=_MEMORY)
+        self._handle(events.ProcessReplied(now=self.now, process=process, reply=reply))
         self._watch(process)
 
     # --- losses ------------------------------------------------------------------------------------------------------
@@ -574,28 +523,28 @@ class VirtualRun:
         self.num_losses += 1
         self._after(
             self.rates.notice_s,
-            lambda: self._handle(ProcessLost(now=self.now, process=process, reason="simulated")),
+            lambda: self._handle(events.ProcessLost(now=self.now, process=process, reason="simulated")),
         )
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
-def _answer(process: str, command: PlainCommand) -> Reply:
+def _answer(process: str, command: events.PlainCommand) -> messages.Reply:
     """Return the reply of a process that does what it was sent."""
     command_id = command.command_id
     match command:
-        case OpenRendezvous():
-            return RendezvousOpened(command_id=command_id, host="virtual", port=1)
-        case BuildTrainer():
-            return TrainerBuilt(
+        case messages.OpenRendezvous():
+            return messages.RendezvousOpened(command_id=command_id, host="virtual", port=1)
+        case messages.BuildTrainer():
+            return messages.TrainerBuilt(
                 command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=process.encode()
             )
-        case BuildEngine():
-            listener = Listener(address="tcp://virtual:1", public_key=_KEY)
-            return EngineBuilt(command_id=command_id, layouts=(process.encode(),), samples_at=listener)
-        case PlanTransfers(sources=sources, destinations=destinations):
-            return TransfersPlanned(
+        case messages.BuildEngine():
+            listener = messages.Listener(address="tcp://virtual:1", public_key=_KEY)
+            return messages.EngineBuilt(command_id=command_id, layouts=(process.encode(),), samples_at=listener)
+        case messages.PlanTransfers(sources=sources, destinations=destinations):
+            return messages.TransfersPlanned(
                 command_id=command_id,
                 programs=dict.fromkeys([*sources, *destinations], b"program"),
                 senders=(),
@@ -605,28 +554,28 @@ def _answer(process: str, command: PlainCommand) -> Reply:
                 bound_s=0.0,
                 seconds=0.0,
             )
-        case InstallProgram():
-            return ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)
-        case ConnectTransferGroup(transfer_group=transfer_group):
-            return TransferGroupConnected(command_id=command_id, transfer_group=transfer_group)
-        case Refit(version=version):
-            return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=_MEMORY)
-        case ReportDigests(version=version):
-            return DigestsReported(command_id=command_id, version=version, digests=(b"digest",), seconds=0.0)
-        case CommitVersion(version=version):
-            return VersionCommitted(command_id=command_id, version=version, differing={}, digest=1)
-        case CopyWeights(version=version, with_digests=with_digests):
-            return WeightsCopied(command_id=command_id, version=version, digests=(b"digest",) * with_digests)
-        case SaveCheckpoint():
-            return CheckpointCopied(command_id=command_id, why_waited="")
-        case AwaitCheckpoint():
-            return CheckpointSaved(command_id=command_id, num_bytes=1)
-        case RestoreSamples():
+        case messages.InstallProgram():
+            return messages.ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)
+        case messages.ConnectTransferGroup(transfer_group=transfer_group):
+            return messages.TransferGroupConnected(command_id=command_id, transfer_group=transfer_group)
+        case messages.Refit(version=version):
+            return messages.Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=_MEMORY)
+        case messages.ReportDigests(version=version):
+            return messages.DigestsReported(command_id=command_id, version=version, digests=(b"digest",), seconds=0.0)
+        case messages.CommitVersion(version=version):
+            return messages.VersionCommitted(command_id=command_id, version=version, differing={}, digest=1)
+        case messages.CopyWeights(version=version, with_digests=with_digests):
+            return messages.WeightsCopied(command_id=command_id, version=version, digests=(b"digest",) * with_digests)
+        case messages.SaveCheckpoint():
+            return messages.CheckpointCopied(command_id=command_id, why_waited="")
+        case messages.AwaitCheckpoint():
+            return messages.CheckpointSaved(command_id=command_id, num_bytes=1)
+        case messages.RestoreSamples():
             raise AssertionError("a simulated run restores nothing")
 
 
-def _trained(command_id: int, step: int) -> Trained:
-    return Trained(
+def _trained(command_id: int, step: int) -> messages.Trained:
+    return messages.Trained(
         command_id=command_id,
         step=step,
         version=step,
@@ -639,8 +588,8 @@ def _trained(command_id: int, step: int) -> Trained:
     )
 
 
-def _generated(command: DispatchPrompts) -> Generated:
-    return Generated(
+def _generated(command: events.DispatchPrompts) -> messages.Generated:
+    return messages.Generated(
         command_id=command.command_id,
         step=command.step,
         purpose=command.purpose,

@@ -11,19 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from tandem.common import messages
 from tandem.common.errors import CommandFailed
-from tandem.common.messages import (
-    BuildEngine,
-    ConnectTransferGroup,
-    EngineBuilt,
-    InstallProgram,
-    PlannedTransferGroup,
-    PlanTransfers,
-    RendezvousOpened,
-    Reply,
-    TrainerBuilt,
-    TransfersPlanned,
-)
 from tandem.common.worker_shards import map_by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus, EngineTable
@@ -33,7 +22,7 @@ from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 SERVICE = "refit-0"
-_NO_PLAN = TransfersPlanned(
+_NO_PLAN = messages.TransfersPlanned(
     command_id=0,
     programs={},
     senders=(),
@@ -64,25 +53,25 @@ class TransferPlanner:
         self._epochs: dict[str, int] = {}
         """How often each transfer group was connected."""
 
-    def take(self, process: str, reply: Reply) -> None:
+    def take(self, process: str, reply: messages.Reply) -> None:
         """Take the layouts or the plan in a reply."""
         match reply:
-            case RendezvousOpened(host=host, port=port):
+            case messages.RendezvousOpened(host=host, port=port):
                 self._rendezvous = (host, port)
-            case TrainerBuilt(layout=layout):
+            case messages.TrainerBuilt(layout=layout):
                 self._layouts[process] = {process: layout}
-            case EngineBuilt(layouts=layouts):
+            case messages.EngineBuilt(layouts=layouts):
                 self._take_layouts(process, map_by_shard(process, layouts))
-            case TransfersPlanned() if self.plan is _NO_PLAN:
+            case messages.TransfersPlanned() if self.plan is _NO_PLAN:
                 self.plan, self._programmed = reply, dict(self._layouts)
-            case TransfersPlanned():
+            case messages.TransfersPlanned():
                 pass  # from a replaced refit service: the installed programs stay
             case _:
                 pass
 
     def request_build(self, engine: str) -> DispatchCommand:
         """Build an engine, which answers with its layout."""
-        command = BuildEngine(
+        command = messages.BuildEngine(
             samples_folder=self._spec.samples_folder,
             reward_server=self._spec.reward_server,
             images_at=self._spec.images_at,
@@ -92,7 +81,7 @@ class TransferPlanner:
 
     def request_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> DispatchCommand:
         """Plan all transfers from the layouts of trainers and engines."""
-        command = PlanTransfers(
+        command = messages.PlanTransfers(
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
             destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
             allow_alias=self._spec.allow_alias,
@@ -105,7 +94,7 @@ class TransferPlanner:
         """Take the layouts of a joining engine, for which nothing is planned yet."""
         self._layouts[engine] = map_by_shard(engine, layouts)
 
-    def extend(self, engine: str, plan: TransfersPlanned) -> bool:
+    def extend(self, engine: str, plan: messages.TransfersPlanned) -> bool:
         """Take a joining engine's programs from a plan for all. Return False if others would have to take part.
 
         The programs of others stay as they are, even where the new plan has changed them. An engine that takes a vacant
@@ -139,7 +128,7 @@ class TransferPlanner:
         return [
             DispatchCommand(
                 process=process,
-                command=InstallProgram(
+                command=messages.InstallProgram(
                     programs=tuple(programs[part] for part in self._layouts[process]),
                     **self._requests.open(process, RunPhase.INSTALLING, self._build_s),
                 ),
@@ -147,7 +136,7 @@ class TransferPlanner:
             for process in (every_process if processes is None else processes)
         ]
 
-    def request_connect(self, transfer_group: PlannedTransferGroup) -> list[DispatchCommand]:
+    def request_connect(self, transfer_group: messages.PlannedTransferGroup) -> list[DispatchCommand]:
         """Connect a transfer group, anew if it was connected before."""
         epoch = self._epochs[transfer_group.name] = self._epochs.get(transfer_group.name, -1) + 1
         host, port = self._rendezvous
@@ -158,7 +147,7 @@ class TransferPlanner:
         return [
             DispatchCommand(
                 process=process,
-                command=ConnectTransferGroup(
+                command=messages.ConnectTransferGroup(
                     transfer_group=transfer_group.name,
                     members=transfer_group.members,
                     device_type=transfer_group.device_type,
@@ -172,7 +161,7 @@ class TransferPlanner:
             for process in processes
         ]
 
-    def transfer_group_of(self, engine: str) -> PlannedTransferGroup | None:
+    def transfer_group_of(self, engine: str) -> messages.PlannedTransferGroup | None:
         """Return the transfer group that streams weights to an engine, if there is one."""
         return next(
             (transfer_group for transfer_group in self.plan.transfer_groups if engine in processes_in(transfer_group)),
@@ -191,7 +180,7 @@ class TransferPlanner:
         return tuple(sender for sender in self.plan.senders if any(sender in group.members for group in groups))
 
 
-def processes_in(transfer_group: PlannedTransferGroup) -> list[str]:
+def processes_in(transfer_group: messages.PlannedTransferGroup) -> list[str]:
     """Return the processes that have parts in a transfer group."""
     return list(dict.fromkeys(map(process_of, transfer_group.members)))
 
@@ -290,7 +279,7 @@ class TransferGroups:
             self._requests.close(command_id)
         self._changed()
 
-    def _engines_in(self, transfer_group: PlannedTransferGroup) -> list[str]:
+    def _engines_in(self, transfer_group: messages.PlannedTransferGroup) -> list[str]:
         return [name for name in processes_in(transfer_group) if name in self._engines]
 
 

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 
 from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
-from tandem.coordinator.scheduler.events import (
-    Action,
-    DispatchCommand,
-    DispatchPrompts,
-    DrawPrompts,
-    PromptsDrawn,
-    TellUser,
-)
+from tandem.coordinator.scheduler import events
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup, StepGroups
 from tandem.coordinator.scheduler.phases import GENERATION, RunPhase
 from tandem.coordinator.scheduler.rules import regeneration
@@ -44,7 +37,7 @@ def lacks_groups(tables: SchedulerTables, of_step: StepGroups, dynamic: DynamicS
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
-def draw(tables: SchedulerTables) -> list[Action] | None:
+def draw(tables: SchedulerTables) -> list[events.Action] | None:
     """Draw the groups of the next step that may be generated for, or more groups if too few are informative."""
     spec = tables.spec
     num_groups = spec.num_groups if spec.dynamic_sampling is None else spec.dynamic_sampling.num_groups
@@ -59,7 +52,7 @@ def draw(tables: SchedulerTables) -> list[Action] | None:
     return draw_groups(tables, "train", tables.step, num_groups)
 
 
-def assign(tables: SchedulerTables) -> list[Action] | None:
+def assign(tables: SchedulerTables) -> list[events.Action] | None:
     """Assign waiting groups to engines with young enough weights and with room."""
     full: dict[str, None] = {}
     chosen_tokens: dict[str, int] = {}
@@ -100,14 +93,14 @@ def assign(tables: SchedulerTables) -> list[Action] | None:
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-def take_prompts(tables: SchedulerTables, drawn: PromptsDrawn) -> None:
+def take_prompts(tables: SchedulerTables, drawn: events.PromptsDrawn) -> None:
     """Add the groups that were drawn, which wait for an engine."""
     groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
     engines = tables.engines
     tables.assignment.add(groups, engines.staying() or [*engines])
 
 
-def take_results(tables: SchedulerTables, process: str, finished: SamplesFinished) -> list[Action]:
+def take_results(tables: SchedulerTables, process: str, finished: SamplesFinished) -> list[events.Action]:
     """Take finished samples. Regenerate groups made with weights too old for their step."""
     news = tables.groups.take_results(process, finished)
     for group, num_samples in news:
@@ -125,9 +118,9 @@ def take_results(tables: SchedulerTables, process: str, finished: SamplesFinishe
 # --- the groups of a step --------------------------------------------------------------------------------------------
 
 
-def draw_groups(tables: SchedulerTables, purpose: Purpose, step: int, count: int) -> list[Action]:
+def draw_groups(tables: SchedulerTables, purpose: Purpose, step: int, count: int) -> list[events.Action]:
     """Ask for `count` more groups of a step."""
-    return [DrawPrompts(step=step, purpose=purpose, groups=tables.groups.draw(step, purpose, count))]
+    return [events.DrawPrompts(step=step, purpose=purpose, groups=tables.groups.draw(step, purpose, count))]
 
 
 def is_complete(tables: SchedulerTables, of_step: StepGroups) -> bool:
@@ -138,13 +131,13 @@ def is_complete(tables: SchedulerTables, of_step: StepGroups) -> bool:
 # --- assigning -------------------------------------------------------------------------------------------------------
 
 
-def _say_who_is_full(tables: SchedulerTables, full: dict[str, None]) -> list[Action]:
+def _say_who_is_full(tables: SchedulerTables, full: dict[str, None]) -> list[events.Action]:
     """Report each engine that has no room for new samples, once a step."""
     new = [engine for engine in full if engine not in tables.full]
     tables.full = full
     max_tokens = tables.spec.max_stored_tokens
     return [
-        TellUser(
+        events.TellUser(
             text=f"{engine} generates no more before samples are trained on: it keeps up to {max_tokens} tokens "
             "(policy.generation.max_stored_tokens)"
         )
@@ -152,7 +145,7 @@ def _say_who_is_full(tables: SchedulerTables, full: dict[str, None]) -> list[Act
     ]
 
 
-def _dispatch_or_restore(tables: SchedulerTables, engine: str, groups: Sequence[SampleGroup]) -> list[Action]:
+def _dispatch_or_restore(tables: SchedulerTables, engine: str, groups: Sequence[SampleGroup]) -> list[events.Action]:
     """Ask an engine for groups of one step, and to restore those of them that are on disk."""
     restored = [group for group in groups if tables.restored.has(group)]
     generated = [group for group in groups if not tables.restored.has(group)]
@@ -166,11 +159,11 @@ def _dispatch_or_restore(tables: SchedulerTables, engine: str, groups: Sequence[
             **fields,
         )
         tables.groups.assign(restored, engine, command.command_id)
-        actions.append(DispatchCommand(process=engine, command=command))
+        actions.append(events.DispatchCommand(process=engine, command=command))
     return actions
 
 
-def _dispatch_prompts(tables: SchedulerTables, engine: str, groups: Sequence[SampleGroup]) -> Action:
+def _dispatch_prompts(tables: SchedulerTables, engine: str, groups: Sequence[SampleGroup]) -> events.Action:
     """Ask an engine for groups of one step, beside those it is already generating."""
     step, purpose = groups[0].step, groups[0].purpose
     # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
@@ -178,7 +171,7 @@ def _dispatch_prompts(tables: SchedulerTables, engine: str, groups: Sequence[Sam
     fields = tables.open(engine, RunPhase.GENERATING if purpose == "train" else RunPhase.VALIDATING, 1 + num_ahead)
     oldest = next(tables.requests.of(engine, *GENERATION))
     tables.groups.assign(groups, engine, fields["command_id"])
-    return DispatchPrompts(
+    return events.DispatchPrompts(
         process=engine,
         step=step,
         purpose=purpose,

@@ -6,15 +6,7 @@ record what is verified, refit engines, ask for digests, compare them. `take_rep
 
 from __future__ import annotations
 
-from tandem.common.messages import (
-    DigestsReported,
-    Refit,
-    Refitted,
-    Reply,
-    TransfersPlanned,
-    VersionCommitted,
-    WeightsCopied,
-)
+from tandem.common import messages
 from tandem.coordinator.scheduler.engines.table import COMING_BACK, EngineStatus
 from tandem.coordinator.scheduler.events import Action, DispatchCommand
 from tandem.coordinator.scheduler.phases import RunPhase
@@ -102,7 +94,7 @@ def _refit(tables: SchedulerTables, takers: list[str], *, everybody: bool) -> li
         only = () if everybody else tuple(takers)
         if joining_engines:
             weights.verification.note_joining(fields["command_id"], joining_engines)
-        command = Refit(
+        command = messages.Refit(
             version=weights.version, only=only, joining_engines=joining_engines, whole=whole_engines, **fields
         )
         actions.append(DispatchCommand(process=process, command=command))
@@ -146,32 +138,34 @@ def _finish_record(tables: SchedulerTables) -> list[Action]:
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
-def take_reply(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:
+def take_reply(tables: SchedulerTables, process: str, reply: messages.Reply) -> list[Action]:
     """Take a reply to a pending request about weights or their set-up."""
     if process in tables.joining.stages or reply.command_id == tables.joining.plan_request:
         return recovery.take_joining(tables, process, reply)
     weights = tables.weights
     match reply:
-        case Refitted():
+        case messages.Refitted():
             weights.verification.check_bytes(process, reply)
-        case DigestsReported(digests=digests):
+        case messages.DigestsReported(digests=digests):
             weights.verification.take_digests(process, digests)
             return []
-        case WeightsCopied(digests=digests):
+        case messages.WeightsCopied(digests=digests):
             weights.take_copied(process, digests)
             return []
-        case VersionCommitted():
+        case messages.VersionCommitted():
             _take_committed(tables, reply)
             return []
         case _:
             tables.transfers.take(process, reply)
-            if isinstance(reply, TransfersPlanned) and weights.version >= 0:  # from a replacement of the refit service
+            if (
+                isinstance(reply, messages.TransfersPlanned) and weights.version >= 0
+            ):  # from a replacement of the refit service
                 weights.take_service()
                 return []
     return _take_answer(tables, process, reply)
 
 
-def _take_answer(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:
+def _take_answer(tables: SchedulerTables, process: str, reply: messages.Reply) -> list[Action]:
     """Advance an engine by one status if no other answer of it is awaited."""
     groups = tables.weights.transfer_groups
     if groups.connecting and groups.take_reply(reply.command_id):
@@ -192,7 +186,7 @@ def _take_answer(tables: SchedulerTables, process: str, reply: Reply) -> list[Ac
     return weights.verification.request_digests([engine.name], weights.version, weights.remaining_s())
 
 
-def _take_committed(tables: SchedulerTables, reply: VersionCommitted) -> None:
+def _take_committed(tables: SchedulerTables, reply: messages.VersionCommitted) -> None:
     """Take the result of the refit service: the engines that are verified, and those that differ."""
     verification, record, engines = tables.weights.verification, tables.weights.record, tables.engines
     for name in verification.end_comparison():

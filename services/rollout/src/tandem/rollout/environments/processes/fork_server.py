@@ -39,17 +39,7 @@ from tandem.rollout.environments.environment import BatchEnvironment, is_async, 
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
 from tandem.rollout.environments.outcomes import Failure, Outcome, ScoringCall, failure_of, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
-from tandem.rollout.environments.processes.channel import (
-    CallOutcome,
-    ClassImported,
-    MessageReader,
-    WorkerForked,
-    WorkerReady,
-    WorkerStart,
-    call_decoder,
-    packed,
-    receive,
-)
+from tandem.rollout.environments.processes import channel
 
 _TOGETHER_S = 0.002
 """How long to wait for further calls while there is nothing else to do."""
@@ -58,7 +48,7 @@ _TOGETHER_S = 0.002
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""
 
-_begin = msgspec.msgpack.Decoder(WorkerStart)
+_begin = msgspec.msgpack.Decoder(channel.WorkerStart)
 
 
 def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
@@ -70,14 +60,14 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     kept_inputs.install()
     commands = socket.socket(fileno=orders_fd)
     os.set_inheritable(orders_fd, False)
-    if (settings := receive(commands)) is None:
+    if (settings := channel.receive(commands)) is None:
         return
     config = config_from_json(settings)
     try:
-        commands.sendall(packed(ClassImported(runs_in=runs_in(config))))
+        commands.sendall(channel.packed(channel.ClassImported(runs_in=runs_in(config))))
     except Exception as error:  # a built-in environment may lack a package
         description = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
-        commands.sendall(packed(ClassImported(error=line(description))))
+        commands.sendall(channel.packed(channel.ClassImported(error=line(description))))
     calls = _fork_workers(commands)
     if calls is not None:
         with contextlib.suppress(ConnectionError):  # the rollout process has ended
@@ -114,8 +104,8 @@ def _work(calls: socket.socket, config: Config) -> None:
     faulthandler.register(signal.SIGUSR1)  # the guardian asks where it is stuck; written in C, so it needs no GIL
     with contextlib.suppress(OSError):  # if memory runs out, do without this
         Path("/proc/self/oom_score_adj").write_text("1000")
-    calls.sendall(packed(WorkerForked(os.getpid(), os.getppid())))
-    if (order := receive(calls)) is None:
+    calls.sendall(channel.packed(channel.WorkerForked(os.getpid(), os.getppid())))
+    if (order := channel.receive(calls)) is None:
         return
     settings = config.env[str(config.data.environment)]
     if settings.is_reward_model:
@@ -125,10 +115,10 @@ def _work(calls: socket.socket, config: Config) -> None:
         with bounded():
             environment = make_environment(config, _begin.decode(order).engine)
     except TandemError as error:
-        calls.sendall(packed(WorkerReady(error=line(str(error)))))
+        calls.sendall(channel.packed(channel.WorkerReady(error=line(str(error)))))
         return
-    ready = WorkerReady(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))
-    calls.sendall(packed(ready))
+    ready = channel.WorkerReady(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))
+    calls.sendall(channel.packed(ready))
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
         coroutines = importlib.import_module(
@@ -145,9 +135,9 @@ def _work_in_batches(calls: socket.socket, config: Config) -> None:
     try:
         reward_model = make_reward_model(config)
     except TandemError as error:
-        calls.sendall(packed(WorkerReady(error=line(str(error)))))
+        calls.sendall(channel.packed(channel.WorkerReady(error=line(str(error)))))
         return
-    calls.sendall(packed(WorkerReady(batch_size=reward_model.batch_size)))
+    calls.sendall(channel.packed(channel.WorkerReady(batch_size=reward_model.batch_size)))
     _answer_in_batches(calls, reward_model)
 
 
@@ -161,7 +151,7 @@ class _Waiting(NamedTuple):
 
 def _answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> None:
     """Answer calls as they come, until the other end is closed."""
-    reader, waiting = MessageReader(), list[_Waiting]()
+    reader, waiting = channel.MessageReader(), list[_Waiting]()
     while _take(calls, reader, environment, waiting):
         shape = waiting[0].shape
         batch = [pending for pending in waiting if pending.shape == shape][: environment.batch_size]
@@ -169,24 +159,26 @@ def _answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> N
         waiting = [pending for pending in waiting if pending.call.number not in batch_numbers]
         outcomes = _outcomes(environment, batch)
         for pending, outcome in zip(batch, outcomes, strict=True):
-            calls.sendall(packed(CallOutcome(pending.call.number, outcome)))
+            calls.sendall(channel.packed(channel.CallOutcome(pending.call.number, outcome)))
 
 
-def _take(calls: socket.socket, reader: MessageReader, environment: BatchEnvironment, waiting: list[_Waiting]) -> bool:
+def _take(
+    calls: socket.socket, reader: channel.MessageReader, environment: BatchEnvironment, waiting: list[_Waiting]
+) -> bool:
     """Add new calls to the waiting ones; wait if there are none. Return False if the other end is closed."""
     patience = 0.0 if waiting else None
     while not waiting or wait_to_read(calls, patience):
         if not (data := calls.recv(1 << 18)):
             return False
         for message in reader.messages(data):
-            call = call_decoder.decode(message)
+            call = channel.call_decoder.decode(message)
             try:
                 token_ids = environment.encode(call.problem, call.conversation)
                 waiting.append(_Waiting(call, token_ids, environment.shape_of(len(token_ids))))
             except DataError as error:  # the response's fault
-                calls.sendall(packed(CallOutcome(call.number, Failure(line(str(error))))))
+                calls.sendall(channel.packed(channel.CallOutcome(call.number, Failure(line(str(error))))))
             except Exception as error:
-                calls.sendall(packed(CallOutcome(call.number, failure_of(error, ""))))
+                calls.sendall(channel.packed(channel.CallOutcome(call.number, failure_of(error, ""))))
         if patience is None:
             patience = _TOGETHER_S
     return True
@@ -204,11 +196,11 @@ def _outcomes(environment: BatchEnvironment, batch: Sequence[_Waiting]) -> list[
 
 
 def _answer_in_turn(calls: socket.socket, answer: Callable[[ScoringCall], Outcome]) -> None:
-    worker, reader = os.getpid(), MessageReader()
+    worker, reader = os.getpid(), channel.MessageReader()
     while data := calls.recv(1 << 18):
         for message in reader.messages(data):
-            call = call_decoder.decode(message)
+            call = channel.call_decoder.decode(message)
             outcome = answer(call)
             if os.getpid() != worker:  # the environment has forked without ending its child
                 os._exit(0)
-            calls.sendall(packed(CallOutcome(call.number, outcome)))
+            calls.sendall(channel.packed(channel.CallOutcome(call.number, outcome)))

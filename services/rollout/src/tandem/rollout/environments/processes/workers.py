@@ -31,14 +31,7 @@ from tandem.rollout.environments.outcomes import (
     Outcome,
     timed_out,
 )
-from tandem.rollout.environments.processes.channel import (
-    CallOutcome,
-    MessageReader,
-    WorkerForked,
-    WorkerReady,
-    WorkerStart,
-    packed,
-)
+from tandem.rollout.environments.processes import channel
 from tandem.rollout.environments.processes.guarded import WorkerForkServer, ask_guardian
 from tandem.rollout.environments.processes.losing import WaitingJobs, WorkerLosses
 
@@ -57,9 +50,9 @@ _FORK_S = 30.0
 _PATIENCE_S = 1.0
 """Longest time between two looks at workers."""
 _CLOSE_S = 0.5
-_forked = msgspec.msgpack.Decoder(WorkerForked)
-_ready = msgspec.msgpack.Decoder(WorkerReady)
-_answers = msgspec.msgpack.Decoder(CallOutcome)
+_forked = msgspec.msgpack.Decoder(channel.WorkerForked)
+_ready = msgspec.msgpack.Decoder(channel.WorkerReady)
+_answers = msgspec.msgpack.Decoder(channel.CallOutcome)
 
 
 class EnvironmentWorker:
@@ -77,10 +70,10 @@ class EnvironmentWorker:
         self._most_at_once = most_at_once
         self.lifeline = lifeline
         self.calls.setblocking(False)
-        self.reader = MessageReader()
+        self.reader = channel.MessageReader()
         self.outgoing = bytearray()
-        self.forked: WorkerForked | None = None
-        self.ready: WorkerReady | None = None
+        self.forked: channel.WorkerForked | None = None
+        self.ready: channel.WorkerReady | None = None
         self.is_async = False
         """Whether it does several calls at once."""
         self.batch_size = 0
@@ -118,7 +111,7 @@ class EnvironmentWorker:
         self.is_alone = job.alone
         self.outgoing += message
 
-    def take(self, answer: CallOutcome) -> EnvironmentCall | None:
+    def take(self, answer: channel.CallOutcome) -> EnvironmentCall | None:
         """Return the job that an answer is for, and start the clock of the next."""
         now = time.monotonic()
         self.mean_s = max(1e-6, 0.8 * self.mean_s + 0.2 * (now - self.since))
@@ -173,7 +166,7 @@ class WorkerPool:
     def __init__(self, server: WorkerForkServer, config: Config, engine: EngineServer | None) -> None:
         """Fork the workers; `engine` is the rollout's own, for them to ask."""
         self._server = server
-        self._begin = packed(WorkerStart(engine))
+        self._begin = channel.packed(channel.WorkerStart(engine))
         self._name = str(config.data.environment)
         self._settings = config.env[self._name]
         self._timeout_s = self._settings.longest_call_s
@@ -188,7 +181,7 @@ class WorkerPool:
         self.outcomes: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
         self._workers: set[EnvironmentWorker] = set()
         self._error: Exception | None = None
-        self._first: queue.SimpleQueue[WorkerReady | None] = queue.SimpleQueue()
+        self._first: queue.SimpleQueue[channel.WorkerReady | None] = queue.SimpleQueue()
         self._losses = WorkerLosses(
             self._name, self._workers, WaitingJobs(self._waiting, self._suspects, self.outcomes), self._hire, self._end
         )
@@ -281,7 +274,7 @@ class WorkerPool:
         if not job.is_wanted:
             return False
         try:
-            message = packed(job.call)
+            message = channel.packed(job.call)
         except Exception as error:  # a problem may hold anything
             reason = f"the problem cannot be sent to a worker process: {type(error).__name__}: {error}"
             self.outcomes.put((job, Failure(line(reason), on_purpose=True)))
