@@ -11,7 +11,7 @@ import pytest
 
 from tandem.samples.responses import ResponseParser, ResponseStream
 from tandem.samples.tokenizer import Tokenizer
-from tandem.samples.turns.flaws import FlawFinder
+from tandem.trainer.scorers.turn_penalties import FlawFinder
 from tests.harness import families
 from tests.harness.families import NO_CALLS, Family
 from tests.harness.family_responses import ARGUMENTS, CALL, PARAMETERS, QUESTION, REASONING, TOOL, rendered

@@ -26,9 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
-from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import make_shape
-from tandem.refit.adapters.deployment import HostNames
+from tandem.refit.adapters.deployment import HostNames, list_vllm_stages
 from tandem.refit.adapters.vllm import Vllm, VllmCoordinates
 
 BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
@@ -64,7 +63,7 @@ class Loader:
         self.parameters: Weights = {}
 
     def load(self) -> Weights:
-        layers = stages.vllm(self.config["num_hidden_layers"], self.sizes.pp)[self.at.pp]
+        layers = list_vllm_stages(self.config["num_hidden_layers"], self.sizes.pp)[self.at.pp]
         is_first, is_last = self.at.pp == 0, self.at.pp == self.sizes.pp - 1
         for name, weight in self.weights.items():
             if name.startswith("model.layers."):
@@ -220,7 +219,7 @@ def test_ranks_stand_where_vllm_puts_them() -> None:
     [(8, [2, 2, 2, 2]), (9, [2, 2, 3, 2]), (10, [2, 3, 3, 2]), (11, [3, 3, 3, 2]), (61, [15, 15, 16, 15])],
 )
 def test_stages_have_the_layers_of_get_pp_indices(num_layers: int, counts: list[int]) -> None:
-    found = stages.vllm(num_layers, 4)
+    found = list_vllm_stages(num_layers, 4)
     assert [len(layers) for layers in found] == counts
     assert [layer for layers in found for layer in layers] == list(range(num_layers))
 

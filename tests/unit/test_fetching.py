@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples_harness import RUN_ID, TRAINERS, sample_of
 
+from tandem.common import messages
 from tandem.common.errors import WireError
 from tandem.common.messages import FetchSamples, Goodbye, Listener, SamplesFetched
 from tandem.common.wire import Frames, MessageCodec, encode
@@ -157,7 +158,7 @@ def test_many_tokens_come_in_several_requests(
         return find(store, request)
 
     monkeypatch.setattr(SampleStore, "_find_samples", counting)
-    monkeypatch.setattr(fetching, "MAX_TOKENS_FETCHED", 14)
+    monkeypatch.setattr(messages, "MAX_TOKENS_FETCHED", 14)
     table = table_of(rank_S=np.zeros(6, dtype=np.int32))
     share, _ = fetcher.fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
     assert share is not None

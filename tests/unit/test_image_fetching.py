@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from samples_harness import RUN_ID, TRAINERS
 
+from tandem.common import messages
 from tandem.common.curve import new_key_pair
 from tandem.common.messages import FetchImages, ImagesFetched, Listener
 from tandem.common.wire import Frames, Hub, MessageCodec, encode
@@ -83,7 +84,7 @@ def test_what_is_lacking_comes_in_messages_of_bounded_size(
         return frames
 
     monkeypatch.setattr(fetching, "answer", counted)
-    monkeypatch.setattr(fetching, "MAX_IMAGE_BYTES_FETCHED", 100)
+    monkeypatch.setattr(messages, "MAX_IMAGE_BYTES_FETCHED", 100)
     here.put(digest_of(images[0]), images[0])
     with served(filled(tmp_path / "there", *images)) as at:
         assert fetcher_into(here, at).fetch(map(digest_of, images), 20.0) == []

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.errors import CheckpointError, ConfigError, RunFolderError
+from tandem.common.errors import CheckpointError, ConfigError, RunFolderError, is_shortage
 from tandem.common.keys import FOLDER, AdmittedProcesses, write_admitted
-from tandem.common.shortages import is_shortage
 from tandem.launch.service import describe_failure
 
 

@@ -22,9 +22,17 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
 from tandem.samples.batch import SampleBatch
 from tandem.samples.model_files import load_tokenizer
-from tandem.samples.turns.flaws import CALL_PATTERNS, THINKING_TAGS, FlawFinder, TurnFlaws, divide_turn, flaws_of
 from tandem.trainer.advantages import ScoredShard
-from tandem.trainer.scorers.turn_penalties import penalise, turns_in
+from tandem.trainer.scorers.turn_penalties import (
+    CALL_PATTERNS,
+    THINKING_TAGS,
+    FlawFinder,
+    TurnFlaws,
+    divide_turn,
+    flaws_of,
+    penalise,
+    turns_in,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"

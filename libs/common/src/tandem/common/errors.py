@@ -1,4 +1,4 @@
-"""Every error that Tandem raises on purpose, and the exit codes of commands.
+"""Every error that Tandem raises on purpose, shortages of the system, and the exit codes of commands.
 
 The tree::
 
@@ -34,6 +34,9 @@ bug and keeps its traceback. A broken internal invariant is an `assert`.
 from __future__ import annotations
 
 import difflib
+import errno
+import re
+import sqlite3
 from collections.abc import Iterable
 
 OK = 0
@@ -201,3 +204,28 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the choice nearest to `word`, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+_LACKING = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
+)
+_LACKING_SQLITE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM})
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust, such as safetensors, name an error of the system in the text of a bare exception."""
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that it was raised from, is a shortage, which may be over later."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, MemoryError):
+            return True
+        if isinstance(error, OSError) and error.errno in _LACKING:
+            return True
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _LACKING_SQLITE:
+            return True
+        if (number := _OF_RUST.search(str(error)[:10_000])) is not None and int(number[1]) in _LACKING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -10,8 +10,14 @@ import msgspec
 from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
 from tandem.config.conform import conform, describe_unknown_key
-from tandem.config.installed.megatron_arguments import RESERVED, list_arguments, list_defaults
-from tandem.config.installed.megatron_releases import find_obstacle, find_release, is_installed
+from tandem.config.installed.megatron_arguments import (
+    RESERVED,
+    find_obstacle,
+    find_release,
+    is_installed,
+    list_arguments,
+    list_defaults,
+)
 from tandem.config.installed.sources import find_package
 from tandem.config.low_precision import list_products
 from tandem.config.problem import InvalidValue, ProblemCollector

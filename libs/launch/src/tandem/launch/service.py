@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tandem.common import messages
-from tandem.common.errors import ConfigError, TandemError, WireError
-from tandem.common.shortages import is_shortage
+from tandem.common.errors import ConfigError, TandemError, WireError, is_shortage
 from tandem.common.texts import shorten
 from tandem.common.wire import Arrays, Frames, Link, encode
 from tandem.config import Config, config_from_json

@@ -227,8 +227,8 @@ def check_schema(path: Path, schema: pa.Schema, run_id: str | None, expected: pa
     if metadata[sample_record.FORMAT_KEY] != str(sample_record.FORMAT).encode() or not is_expected:
         file_format = metadata[sample_record.FORMAT_KEY].decode(errors="replace")
         raise SamplesError(
-            f"{path} has format {file_format} of the rollout log, this release reads format {sample_record.FORMAT}: use the release "
-            "that wrote it"
+            f"{path} has format {file_format} of the rollout log, this release reads format {sample_record.FORMAT}: "
+            "use the release that wrote it"
         )
     file_run_id = metadata[sample_record.RUN_ID].decode(errors="replace")
     if run_id is not None and file_run_id != run_id:

@@ -1,7 +1,8 @@
-"""A conversation at a terminal: each typed line is a question, answered as the answer is generated."""
+"""A conversation at a terminal: typed lines and pictures are questions, answered as answers come."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, ServiceError, nearest
+from tandem.common.files import irregular
 from tandem.serving.client import AnswerPiece, ChatServer
 
 PROMPT = "> "
@@ -82,7 +84,6 @@ class ChatSession:
 
     def _show(self, path: str) -> None:
         """Have the next question begin with a picture."""
-        from tandem.serving.pictures import image_part
 
         try:
             if not path:
@@ -134,3 +135,28 @@ class ChatSession:
 def _printable(text: str) -> str:
     """Return text without characters that control a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+_MAX_BYTES = 12 * 2**20
+"""Most bytes of a file: our servers take requests of a third more, which is what base64 makes of them."""
+
+
+def image_part(path: Path) -> dict[str, Any]:
+    """Return a file's content part. Raises `ConfigError` if it cannot be read, or is no picture."""
+    from tandem.samples.images.reading import kind_of  # only this reads pictures
+
+    try:
+        if (kind := irregular(path)) is not None:
+            raise ConfigError(f"the image {str(path)!r} is {kind}, not a file")
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"cannot read the image {str(path)!r}: {reason}") from error
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"the image {str(path)!r} has over {_MAX_BYTES // 2**20} MiB")
+    format_name = kind_of(data)
+    if format_name is None:
+        raise ConfigError(f"the image {str(path)!r} is no PNG, JPEG, WEBP or GIF")
+    uri = f"data:image/{format_name.lower()};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": uri}}

@@ -13,9 +13,17 @@ from typing import NoReturn
 
 from tandem.common import descriptors, gc_tuning, kept_inputs
 from tandem.common.distribution import version
-from tandem.common.errors import BAD_INPUT, FAILED, INTERRUPTED, ConfigError, DamagedCheckpoint, TandemError, nearest
+from tandem.common.errors import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    ConfigError,
+    DamagedCheckpoint,
+    TandemError,
+    is_shortage,
+    nearest,
+)
 from tandem.common.network import forget_empty_endpoint
-from tandem.common.shortages import is_shortage
 from tandem.coordinator.clusters import kubernetes, ray, slurm
 from tandem.coordinator.commands import (
     chat,

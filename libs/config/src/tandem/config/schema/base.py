@@ -1,4 +1,4 @@
-"""The base of every section, and the constrained types that sections share.
+"""The base of every section, the constrained types that sections share, and methods computed once.
 
 The docstring under each field is its entry in ``docs/configuration.md``. A docstring that begins with ``New.`` marks
 a key that NeMo-RL v0.3 does not have.
@@ -6,7 +6,9 @@ a key that NeMo-RL v0.3 does not have.
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
 from msgspec import Meta
@@ -25,3 +27,33 @@ Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 NonEmptyStr = Annotated[str, Meta(min_length=1)]
+
+
+Owner = TypeVar("Owner")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class cached_method(Generic[Owner, Arguments, Result]):
+    """Decorates a method whose results depend on nothing but the struct and hashable arguments.
+
+    The first access puts a cache of results on the instance, under the method's name. The struct needs ``dict=True``.
+    """
+
+    def __init__(self, method: Callable[Concatenate[Owner, Arguments], Result]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type[Owner]) -> cached_method[Owner, Arguments, Result]: ...
+
+    @overload
+    def __get__(self, instance: Owner, owner: type[Owner]) -> Callable[Arguments, Result]: ...
+
+    def __get__(self, instance: Owner | None, owner: type[Owner]) -> Any:
+        """Return the cached method of an instance."""
+        if instance is None:
+            return self
+        cached = functools.cache(functools.partial(self._method, instance))
+        vars(instance)[self._method.__name__] = cached
+        return cached

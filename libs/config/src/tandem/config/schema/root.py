@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tandem.common.cached_method import cached_method
 from tandem.config.schema import columns
 from tandem.config.schema.algorithms import (
     DistillationConfig,
@@ -23,7 +22,7 @@ from tandem.config.schema.algorithms import (
     SftConfig,
     TeacherConfig,
 )
-from tandem.config.schema.base import ConfigSection, NonEmptyStr
+from tandem.config.schema.base import ConfigSection, NonEmptyStr, cached_method
 from tandem.config.schema.data import DataConfig, EnvironmentConfig
 from tandem.config.schema.declarations import ALGORITHMS, Algorithm, AlgorithmName
 from tandem.config.schema.grpo import GrpoConfig, PpoConfig, RolloutsConfig, ValueConfig, ValueLossFn

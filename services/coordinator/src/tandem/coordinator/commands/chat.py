@@ -74,7 +74,7 @@ def _images(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the content parts of files. Raise `ConfigError` for one that is no picture."""
     if not paths:
         return []
-    from tandem.serving.pictures import image_part
+    from tandem.serving.conversation import image_part
 
     return [image_part(path) for path in paths]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import signals
-from tandem.common.errors import FAILED, INTERRUPTED, OK, DamagedCheckpoint, TandemError
-from tandem.common.shortages import is_shortage
+from tandem.common.errors import FAILED, INTERRUPTED, OK, DamagedCheckpoint, TandemError, is_shortage
 from tandem.config import notices
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import kept_inputs
-from tandem.common.errors import FAILED, OK, ConfigError, DamagedCheckpoint, RunFolderError, TandemError
+from tandem.common.errors import FAILED, OK, ConfigError, DamagedCheckpoint, RunFolderError, TandemError, is_shortage
 from tandem.common.process_lifetime import die_with
-from tandem.common.shortages import is_shortage
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, load_configuration
 from tandem.coordinator.commands.running import run_to_end, say_how_to_continue

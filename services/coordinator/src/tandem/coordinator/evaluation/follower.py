@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common import signals
-from tandem.common.errors import INTERRUPTED, OK, ModelError, TandemError
+from tandem.common.errors import INTERRUPTED, OK, ModelError, TandemError, is_shortage
 from tandem.common.messages import ServiceKind
 from tandem.common.process_lifetime import die_with
-from tandem.common.shortages import is_shortage
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.coordinator.observers.checkpoint_evaluations import (

@@ -24,8 +24,8 @@ from tandem.config import Config
 from tandem.config.models.model_sizes import read_model_config
 from tandem.config.models.vision_families import VISION, list_frozen_prefixes
 from tandem.coordinator.forecast.sides import ForecastSide
-from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.adapters.deployment import list_megatron_stages
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import DecoderGeometry, LatentAttention
 from tandem.refit.adapters.megatron import Megatron
@@ -373,7 +373,7 @@ class _MegatronRank(_Rank):
         self.cuts_sequences = self.tp > 1 and (settings.sequence_parallel or has_experts)
         ends = deployment.num_layers_in_first_stage, deployment.num_layers_in_last_stage
         pp, vpp = deployment.pp, deployment.vpp
-        chunks = stages.megatron(self.geometry.num_layers, pp, vpp, *ends)[at.pp]
+        chunks = list_megatron_stages(self.geometry.num_layers, pp, vpp, *ends)[at.pp]
         self.layers = [layer for chunk in chunks for layer in chunk]
         self.is_first, self.is_last = at.pp == 0, at.pp == pp - 1
         multiple = deployment.vocabulary_divisor * self.tp

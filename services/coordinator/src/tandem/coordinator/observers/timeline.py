@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common import messages
-from tandem.common.shortages import is_shortage
+from tandem.common.errors import is_shortage
 from tandem.coordinator.observers.observer import ReportingObserver
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler

@@ -17,9 +17,8 @@ from tandem.common.errors import RefitError
 from tandem.config.models import lora
 from tandem.config.models.families import MEGATRON
 from tandem.config.models.vision_families import VISION
-from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import ParallelDeployment
+from tandem.refit.adapters.deployment import ParallelDeployment, list_megatron_stages
 from tandem.refit.adapters.geometry import (
     LAYER,
     OUTPUT_LAYER,
@@ -164,7 +163,7 @@ class _Rank:
     def __init__(self, sizes: Megatron, model: ModelShape, at: MegatronCoordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.required_geometry
         in_ends = sizes.num_layers_in_first_stage, sizes.num_layers_in_last_stage
-        chunks = stages.megatron(self._geometry.num_layers, sizes.pp, sizes.vpp, *in_ends)[at.pp]
+        chunks = list_megatron_stages(self._geometry.num_layers, sizes.pp, sizes.vpp, *in_ends)[at.pp]
         self._prefixes = [f"{chunk}." if sizes.vpp > 1 else "" for chunk in range(sizes.vpp)]
         layers = [layer for chunk in chunks for layer in chunk]
         names = [

@@ -23,9 +23,9 @@ import msgspec
 from tandem.common.errors import RefitError
 from tandem.config.models.families import VLLM_PLANNED
 from tandem.config.models.vision_families import VISION, VisionFamily
-from tandem.refit.adapters import geometry, stages
+from tandem.refit.adapters import geometry
 from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import ParallelDeployment
+from tandem.refit.adapters.deployment import ParallelDeployment, list_vllm_stages
 from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
 from tandem.refit.adapters.vision import is_of_tower
 from tandem.refit.layout import Box, Layout, whole
@@ -149,7 +149,7 @@ class _Rank:
 
     def __init__(self, sizes: Vllm, model: ModelShape, at: VllmCoordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.required_geometry
-        self._builder = RankBuilder(model, stages.vllm(self._geometry.num_layers, sizes.pp)[at.pp])
+        self._builder = RankBuilder(model, list_vllm_stages(self._geometry.num_layers, sizes.pp)[at.pp])
 
     def build(self) -> Layout:
         if self._model.family:

@@ -99,7 +99,8 @@ def _job(
             raise protocol.too_long(len(prompt), model.max_length)
     num_samples = request.n or 1
     if len(prompts) * num_samples > protocol.MAX_CHOICES:
-        message = f"n: {num_samples} responses to {len(prompts)} prompts, but at most {protocol.MAX_CHOICES} responses are allowed"
+        limit = protocol.MAX_CHOICES
+        message = f"n: {num_samples} responses to {len(prompts)} prompts, but at most {limit} responses are allowed"
         raise OpenAIRefused(message, param="n")
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids

@@ -22,10 +22,9 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from tandem.common.errors import CheckpointError, DamagedCheckpoint
+from tandem.common.errors import CheckpointError, DamagedCheckpoint, is_shortage
 from tandem.common.memory import available_bytes
 from tandem.common.numeric import RecentSteps
-from tandem.common.shortages import is_shortage
 from tandem.config import Config
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import host_name

@@ -180,9 +180,7 @@ class PolicyGradientLoss:
     def _aggregate(self, loss_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
         """Return the micro-batch's part of the configured mean over the global batch."""
         if self._settings.loss_type in ("bnpo", "dr_grpo"):
-            from tandem.trainer.losses import aggregation
-
-            return aggregation.aggregate(loss_BT, mask_BT, self._counts, self._settings)
+            return _aggregate_by_type(loss_BT, mask_BT, self._counts, self._settings)
         return aggregate(loss_BT, mask_BT, self._counts, token_level=self._settings.token_level_loss)
 
     def _kl(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
@@ -197,3 +195,22 @@ class PolicyGradientLoss:
         scale = self._counts.tokens / max(1, self._counts.positive_tokens)
         assert batch.is_positive_BT is not None, "the algorithm declares that it reads rewards"
         return torch.where(batch.is_positive_BT, -logprobs_BT * scale, 0.0)
+
+
+def _aggregate_by_type(
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, settings: LossFn
+) -> torch.Tensor:
+    """Return this micro-batch's part of ``loss_fn.loss_type``, a scalar.
+
+    * ``dr_grpo``: the sum over tokens, divided by the sequences of the global batch and by a constant length (Liu et
+    al. 2025, arXiv:2503.20783, section 3.2 and listing 1). A long sequence then counts more, in proportion.
+    * ``bnpo``: the mean over the micro-batch's tokens, weighted by its share of the sequences (TRL 1.16,
+    ``GRPOTrainer._compute_loss``, whose micro-batches have equally many). With micro-batches of one sequence it is
+    GRPO's mean, with one micro-batch DAPO's.
+    """
+    total = torch.where(mask_BT, values_BT, 0.0).sum()
+    num_sequences = max(1, counts.sequences)
+    if settings.loss_type == "dr_grpo":
+        assert settings.loss_scale_factor is not None, "the configuration derives it"
+        return total / (num_sequences * settings.loss_scale_factor)
+    return total / mask_BT.sum().clamp(min=1) * (mask_BT.any(dim=1).sum() / num_sequences)

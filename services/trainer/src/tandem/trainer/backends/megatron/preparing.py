@@ -19,7 +19,7 @@ import torch
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import ModelError
-from tandem.config.installed.megatron_releases import RELEASES, find_obstacle, is_among
+from tandem.config.installed.megatron_arguments import RELEASES, find_obstacle, is_among
 from tandem.trainer.backends.megatron import insides
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None

@@ -1,6 +1,6 @@
 """The differences between the known releases of Megatron-Core, in one place.
 
-`tandem.config.installed.megatron_releases` names them. Code here asks what a release has, not for its number. Since
+`tandem.config.installed.megatron_arguments` names them. Code here asks what a release has, not for its number. Since
 0.16:
 
 - 0.17 makes experts by calls in place of a ``ModuleSpec``, knows no plain linear layer in latent attention without
