@@ -17,13 +17,12 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout, program, trials
-from tandem.refit.bound import BoundProgram
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import plan
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import cuda_ipc, process_group
 from tandem.refit.transports.process_group import GroupMessage
-from tandem.refit.weights import bind
+from tandem.refit.weights import BoundProgram, bind
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [

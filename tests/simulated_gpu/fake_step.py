@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from tandem.config import Config, load_config
 from tandem.refit.layout import Box
 from tandem.samples.batch import SampleBatch
-from tandem.trainer.backends import dtensor, experts, make_backend
+from tandem.trainer.backends import dtensor, make_backend, sharding
 from tandem.trainer.backends.held import DTensorHeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron import preparing
@@ -273,7 +273,7 @@ def follow_shared_experts() -> None:
         received_E = torch.full((size * num_experts,), each, device=experts_S.device)
         return received_E, [sent, [sent[group.rank()]] * size]
 
-    experts._counts = counts
+    sharding._counts = counts
 
 
 def tell_phases(meter: Meter, is_megatron: bool) -> None:

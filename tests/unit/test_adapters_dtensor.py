@@ -47,7 +47,7 @@ from tandem.refit.adapters.dtensor import TENSOR_PLAN, DTensor, local_box
 from tandem.refit.adapters.geometry import BIAS
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.layout import CudaMemory, Storage, Tensor, contiguous_strides
-from tandem.trainer.backends.experts import share_out
+from tandem.trainer.backends.sharding import share_out
 
 
 @contextmanager

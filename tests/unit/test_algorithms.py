@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
+from tandem.common.user_code import named
 from tandem.config import Config, build_config
 from tandem.config.schema import declarations as algorithms
 from tandem.config.schema.columns import BUILT_IN, MODELS, TAKEN, TEACHER

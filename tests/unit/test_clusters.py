@@ -21,9 +21,9 @@ from tandem.common.errors import ConfigError
 from tandem.common.keys import encode
 from tandem.config import config_to_json, load_config
 from tandem.coordinator import cli
+from tandem.coordinator.clusters.kubernetes import Manifest, PodNeeds, make_manifests, make_ray_manifests, write_yaml
 from tandem.coordinator.clusters.slurm import SlurmJob, write_batch_script
 from tandem.launch.admission import new_run_keys
-from tandem.launch.kubernetes import Manifest, PodNeeds, make_manifests, make_ray_manifests, write_yaml
 from tandem.launch.nodes import NodeShare, nodes_of
 from tandem.launch.ray import RayPlan, plan_on_ray
 from tandem.launch.ray_node import NodeActor, NodeOrder

@@ -48,7 +48,7 @@ OTHERWISE = {
     "loss_fn.reverse_kl": (f"{_CONFIG}/shapes.py", 'loss["kl_type"] = "reverse" if loss["reverse_kl"]'),
     "loss_fn.vocab_topk": (f"{_CONFIG}/shapes.py", 'moved["topk_logits_k"] = loss["vocab_topk"]'),
     "policy.revision": (
-        "libs/launch/src/tandem/launch/preparing/hub_models.py",
+        "libs/launch/src/tandem/launch/preparing/needed_models.py",
         "section.revision if isinstance(section, ModelConfig)",
     ),
     "policy.megatron_cfg.moe_router_dtype": (
@@ -117,8 +117,8 @@ OTHERWISE = {
 CHECKED = {
     "policy.megatron_cfg.pipeline_dtype": "checks/megatron.py",
     "policy.megatron_cfg.peft.lora_dtype": "checks/adapters.py",
-    "env.checkpoint_path": "checks/reward_model.py",
-    "env.enabled": "checks/reward_model.py",
+    "env.checkpoint_path": "checks/data.py",
+    "env.enabled": "checks/data.py",
 }
 """Keys whose rule refuses every value but the one that is so anyway."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import SequentialLR
 
-from tandem.common import dotted
+from tandem.common.user_code import named
 from tandem.config import Config, build_config, notices
 from tandem.samples.data_sets import describe_capped_steps, describe_repeats
 
@@ -93,7 +93,7 @@ def test_a_schedule_that_the_run_outlasts_is_said_as_torch_has_it(
 ) -> None:
     """The rates are those of torch 2.13's own schedulers."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    parts = [dotted.named(each["name"])(optimizer, **each["kwargs"]) for each in scheduler if "name" in each]
+    parts = [named(each["name"])(optimizer, **each["kwargs"]) for each in scheduler if "name" in each]
     milestones = [step for each in scheduler for step in each.get("milestones", [])]
     whole = SequentialLR(optimizer, parts, milestones) if milestones else parts[0]
     rates = []

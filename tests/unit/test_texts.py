@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed, Problem, SampleScored
-from tandem.common.returned import line
 from tandem.common.texts import read_last_lines, shorten, visible
+from tandem.common.user_code import line
 from tandem.coordinator.processes.registry import _readable
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.outcomes import Failure, ScoringCall, outcome_of

@@ -13,13 +13,12 @@ from lora_harness import HOST, MODEL
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.bound import BoundProgram
 from tandem.refit.digests.comparison import DigestVerdict, compare
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Layout
 from tandem.refit.planner import TransferPlan, plan
 from tandem.refit.transports import shm
-from tandem.refit.weights import bind
+from tandem.refit.weights import BoundProgram, bind
 
 Memory = dict[str, torch.Tensor]
 

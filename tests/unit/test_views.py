@@ -23,12 +23,11 @@ from tandem.config import build_config
 from tandem.coordinator.loop.recorder import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.finished_steps import STEP_LOG, QuickSteps, StepLog
-from tandem.coordinator.observers.progress import ProgressDisplay, ahead_line
+from tandem.coordinator.observers.progress import ProgressDisplay, TerminalDisplay, ahead_line
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
 from tandem.launch.admission import RegisteredProcess
-from tandem.observe.display import TerminalDisplay
 from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
 from tandem.observe.lines import clock, sparkline, step_line
 from tandem.observe.report.report import format_report, write_report

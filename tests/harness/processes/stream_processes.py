@@ -32,13 +32,12 @@ from tandem.common.keys import KeyPair
 from tandem.common.worker_shards import process_of
 from tandem.launch.child import ForkedChild
 from tandem.refit import layout, program
-from tandem.refit.bound import BoundProgram
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import TransferPlan
 from tandem.refit.program import Merging
 from tandem.refit.transports import process_group, tcp_group
 from tandem.refit.transports.process_group import ConnectedGroup, GroupKeys
-from tandem.refit.weights import bind
+from tandem.refit.weights import BoundProgram, bind
 from tests.harness.processes import wires
 from tests.harness.processes.stream_harms import HARMS
 from tests.harness.processes.wires import TIMEOUT_S, Wire

@@ -38,7 +38,7 @@ NUM_SHARDS = 10
 FOUND = """
 from pathlib import Path
 from tandem.config import load_config
-from tandem.launch.preparing.hub_models import find_on_hub
+from tandem.launch.preparing.needed_models import find_on_hub
 found, _ = find_on_hub(load_config("config.yaml"), "new", None)
 for each in (found.policy.model_name, found.policy.tokenizer.name, found.settings_of("value").model_name):
     print(Path(each).name)

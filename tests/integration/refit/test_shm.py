@@ -17,12 +17,11 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.launch.child import ForkedChild
 from tandem.refit import layout
-from tandem.refit.bound import BoundProgram
 from tandem.refit.layout import Layout, SharedMemory
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode
 from tandem.refit.transports import shm
-from tandem.refit.weights import bind
+from tandem.refit.weights import BoundProgram, bind
 from tests.harness import leaks
 from tests.harness.processes import shm_processes, wires
 from tests.harness.processes.shm_processes import FUSED, SHAPES, engine_layout, engine_parameters, values_of

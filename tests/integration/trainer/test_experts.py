@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tandem.common.errors import ConfigError
-from tandem.trainer.backends.experts import share_out
+from tandem.trainer.backends.sharding import share_out
 from tests.harness.trainers.trainer_harness import ARCHITECTURES, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")

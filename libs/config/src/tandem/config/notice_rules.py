@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.dotted import named
+from tandem.common.user_code import named
 from tandem.config.checks.adapters import list_adapted_experts
 from tandem.config.checks.numbers import find_ended_schedules, find_too_small_rates
 from tandem.config.checks.run import explain_never_validated

@@ -25,7 +25,7 @@ import msgspec
 
 from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Generate, Generated, PromptGroup, SampleScored, SamplesFinished
-from tandem.common.returned import sayable
+from tandem.common.user_code import sayable
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
 from tandem.rollout.conversation import SampleConversation

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.numeric import LEAST_LOGPROB, find_outliers
-from tandem.common.returned import line
+from tandem.common.user_code import line
 from tandem.config.schema.columns import Model
 from tandem.samples.batch import Float32s, SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW

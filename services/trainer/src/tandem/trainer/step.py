@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError, OutlierError
+from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
 from tandem.samples.batch import Float32s, SampleBatch

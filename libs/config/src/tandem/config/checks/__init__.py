@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.common.dotted import named
-from tandem.config.checks import (
-    adapters,
-    data,
-    generation,
-    loss,
-    megatron,
-    model,
-    numbers,
-    reward_model,
-    run,
-    sizes,
-    vision,
-)
+from tandem.common.user_code import named
+from tandem.config.checks import adapters, data, generation, loss, megatron, model, numbers, run, sizes, vision
 from tandem.config.checks.rule import Rule
 from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.problem import InvalidValue, ProblemCollector
@@ -32,7 +20,7 @@ RULES: tuple[Rule, ...] = (
     *loss.RULES,
     *data.RULES,
     *vision.IMAGE_REWARD_RULES,
-    *reward_model.RULES,
+    *data.REWARD_MODEL_RULES,
     *run.RULES,
     *sizes.PROCESS_RULES,
     *run.CLUSTER_RULES,

@@ -263,7 +263,7 @@ RM = Algorithm(
     running="tandem.coordinator.algorithms.data_set.RewardModelAlgorithm",
     loss="tandem.trainer.losses.preference.BradleyTerryLoss",
     loss_section="rm",
-    rules=("tandem.config.checks.reward_model.TRAINING_RULES",),
+    rules=("tandem.config.checks.data.REWARD_TRAINING_RULES",),
 )
 """Training of a reward model; the chosen response comes first in each pair."""
 

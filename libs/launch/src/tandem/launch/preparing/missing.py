@@ -19,7 +19,7 @@ from tandem.launch.launch import make_importable
 from tandem.launch.preparing.beginning import Mode
 from tandem.launch.preparing.custom_code import import_apart
 from tandem.launch.preparing.hub_data import find_missing_data
-from tandem.launch.preparing.hub_models import find_missing_models
+from tandem.launch.preparing.needed_models import find_missing_models
 
 LOOK_S = 15.0
 """Deadline for all that is looked for. What has not answered by then is said once the keys are right."""

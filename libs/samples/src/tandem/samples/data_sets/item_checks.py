@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.returned import shown
+from tandem.common.user_code import shown
 from tandem.common.values import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import compares_answers, reads_boxes

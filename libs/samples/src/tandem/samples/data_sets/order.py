@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.dotted import named
 from tandem.common.errors import DataError
-from tandem.common.returned import line, shown
+from tandem.common.user_code import line, named, shown
 from tandem.config import Config
 from tandem.config.named import GENERATED
 from tandem.config.schema import DataConfig

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from tandem.common.errors import DataError
 from tandem.common.messages import Question
-from tandem.common.returned import shown
+from tandem.common.user_code import shown
 from tandem.common.values import text_of
 from tandem.samples.images.markers import as_text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.dotted import named
+from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.samples.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from tandem.common.errors import ConfigError, TandemError
-from tandem.common.returned import shown
+from tandem.common.user_code import shown
 from tandem.observe.lines import step_line
 from tandem.observe.run_folder.journal import StepRecord
 

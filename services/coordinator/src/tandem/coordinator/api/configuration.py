@@ -16,7 +16,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.files import replace_file
-from tandem.common.returned import shown
+from tandem.common.user_code import shown
 from tandem.common.values import encode_json
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS

@@ -30,7 +30,7 @@ from tandem.common import messages
 from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import ResponsesScored, ResponseToScore, ScoredResponse, ScoreResponses, StillScoring
-from tandem.common.returned import line, locate_raise, sayable
+from tandem.common.user_code import line, locate_raise, sayable
 from tandem.common.wire import Hub, HubPeer, MessageCodec, encode
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS

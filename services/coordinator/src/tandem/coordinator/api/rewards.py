@@ -17,7 +17,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RewardError, nearest
 from tandem.common.messages import MAX_NAME, ResponseToScore
-from tandem.common.returned import beyond, check_finite_number, shown
+from tandem.common.user_code import beyond, check_finite_number, shown
 
 _OF_A_BATCH = ("prompts", "completions")
 _OF_ONE = ("prompt", "response")

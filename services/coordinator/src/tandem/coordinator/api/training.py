@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.common.errors import ConfigError, ModelError, RunFolderError
-from tandem.common.returned import shown
+from tandem.common.user_code import shown
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.coordinator.api.callbacks import Callback, ProgressLine, check_callbacks

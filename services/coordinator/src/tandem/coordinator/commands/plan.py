@@ -113,7 +113,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
-    from tandem.launch.preparing.hub_models import find_on_hub
+    from tandem.launch.preparing.needed_models import find_on_hub
 
     config = load_config(arguments.config, [*arguments.overrides, *settings], to_run=False)
     with contextlib.suppress(TandemError):  # a plan is printed even if the model's sizes are unknown

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
+from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.coordinator.forecast.measured_models import LayerCache
 from tandem.refit.adapters.catalogue import ModelShape

@@ -45,8 +45,12 @@ from tandem.launch.page_process import open_page_socket
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.launch.preparing.custom_code import import_apart
 from tandem.launch.preparing.hub_data import find_data
-from tandem.launch.preparing.hub_models import find_on_hub
-from tandem.launch.preparing.needed_models import find_model_differences, find_model_problem, list_missing_models
+from tandem.launch.preparing.needed_models import (
+    find_model_differences,
+    find_model_problem,
+    find_on_hub,
+    list_missing_models,
+)
 from tandem.observe.run_folder.journal import read_journal
 from tandem.samples.model_files import check_new_model_type, inline_templates, load_tokenizer, write_new_model
 from tandem.samples.routed_experts import replayed_experts

@@ -24,7 +24,7 @@ from tandem.coordinator.scheduler.phases import PhaseStopwatch, RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps import CheckpointSaving, RolloutRecording, RunSteps, StepProgress, StepState
-from tandem.coordinator.scheduler.weights.version import NewestVersion, RefitServicePresence, VersionState
+from tandem.coordinator.scheduler.weights import NewestVersion, RefitServicePresence, VersionState
 
 
 class StepIdleness:

@@ -31,7 +31,7 @@ from tandem.common.errors import RunFolderError
 from tandem.config import Config
 from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.scheduler import events
-from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
+from tandem.coordinator.scheduler.weights import HAS_ARRIVED
 from tandem.observe.run_folder.calls import record_calls
 from tandem.samples.batch_sharding import EMPTY_ROW, data_parallel_ranks, shards_by_count
 from tandem.serving.tinker import calls

@@ -1,7 +1,7 @@
 """The protocol of transports: which bytes each can move, over which wire, why, and its two ends.
 
 The planner uses only the first half of `Transport`, which asks about kinds of places (`Route`) and needs no torch. A
-process that binds its program to memory (`tandem.refit.bound`) calls `Transport.bind`, at the receiver and, if the
+process that binds its program to memory (`tandem.refit.weights`) calls `Transport.bind`, at the receiver and, if the
 source takes part, at the sender. To add a transport, write a module with a subclass and list it in
 `tandem.refit.transports.registry`; the planner stays unchanged.
 """

@@ -13,7 +13,7 @@ import numpy as np
 
 from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, ImageRef, PromptGroup, SamplingParameters
-from tandem.common.returned import line, shown
+from tandem.common.user_code import line, shown
 from tandem.common.values import LargeInteger, WrittenFloat
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size

@@ -19,7 +19,7 @@ import msgspec
 
 from tandem.common.distribution import search_path
 from tandem.common.errors import RewardError
-from tandem.common.returned import line
+from tandem.common.user_code import line
 from tandem.common.values import encode_json
 from tandem.config.schema import EnvironmentConfig
 from tandem.rollout.agents.episodes import MODEL, Episode, read_reward

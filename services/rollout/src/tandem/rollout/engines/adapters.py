@@ -22,11 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError, RefitError
-from tandem.refit.bound import BoundProgram
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.holder import RunningDigest
 from tandem.refit.program import TransferProgram
-from tandem.refit.weights import Weights
+from tandem.refit.weights import BoundProgram, Weights
 from tandem.rollout.engine import EngineCompletion, SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.adapter_sets import AdapterSets, VersionUses, attach_to_linear, products_of
 from tandem.rollout.engines.attention import AttentionStep, KeyValueCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tandem.common.dotted import named
+from tandem.common.user_code import named
 from tandem.config.engine_kinds import ENGINE_KINDS
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import get_args
 
 import msgspec
 
-from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.messages import EngineServer, Problem
+from tandem.common.user_code import named
 from tandem.common.values import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes

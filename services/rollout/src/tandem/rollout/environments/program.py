@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tandem.common import messages
 from tandem.common.errors import RewardError, WireError
 from tandem.common.keys import KeyPair
-from tandem.common.returned import line
+from tandem.common.user_code import line
 from tandem.common.wire import CallerConnections, MessageCodec, encode
 from tandem.config import Config
 from tandem.rollout.environments.environment import Score

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
-from tandem.common.returned import line
+from tandem.common.user_code import line
 from tandem.config.models.model_sizes import find_max_positions, local_folder
 from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS
 from tandem.config.schema import EnvironmentConfig as Settings

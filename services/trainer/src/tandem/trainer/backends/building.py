@@ -29,7 +29,7 @@ from tandem.trainer.attention.preparing import (
     prepare_to_share,
     use_attention,
 )
-from tandem.trainer.backends.scores import function_of_scores
+from tandem.trainer.backends.holding import function_of_scores
 from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.dropout import DropoutPlace

@@ -5,7 +5,7 @@ Each model takes its own optimizer steps: `DTensorHeldModel` with DTensor, `Mega
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
+from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Model
+from tandem.trainer import scoring
 from tandem.trainer.backend import CheckpointWriting, LossOfMicroBatch, ModelReplicas, OptimizerStep
 from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scores import Scores
+from tandem.trainer.scores import Scores, StudentScores, TokenScores
 
 
 class RankModel(Protocol):
@@ -162,3 +164,12 @@ def _device_of(index: int) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def function_of_scores(settings: ModelConfig) -> Callable[..., TokenScores | StudentScores]:
+    """Return `tandem.trainer.scoring.score_tokens`, or what does the same by fused kernels."""
+    if not settings.compile:
+        return scoring.score_tokens
+    from tandem.trainer.backends import fused_scores  # it imports torch's compiler
+
+    return fused_scores.score_tokens

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from tandem.common import messages
 from tandem.common.errors import NotFiniteError, WireError
-from tandem.common.returned import beyond
+from tandem.common.user_code import beyond
 from tandem.common.wire import Arrays
 from tandem.config.schema.columns import TEACHER_TOPK_INDICES, ColumnDeclaration
 from tandem.launch.service import ServiceContext

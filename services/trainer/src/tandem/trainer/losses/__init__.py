@@ -19,7 +19,7 @@ from typing import Any, Protocol, assert_never
 import msgspec
 import torch
 
-from tandem.common.dotted import named
+from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import Model

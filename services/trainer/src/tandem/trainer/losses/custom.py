@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
+from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.config.schema.columns import GENERATION_LOGPROBS, ColumnDeclaration
 from tandem.trainer.losses import Counts, Report

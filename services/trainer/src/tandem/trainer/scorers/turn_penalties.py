@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.dotted import named
+from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
 from tandem.config.schema.declarations import token_estimator

@@ -12,7 +12,7 @@ from tandem.coordinator.scheduler.events import Action, DispatchCommand
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.tables import SchedulerTables
-from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED, READABLE, VersionState
+from tandem.coordinator.scheduler.weights import HAS_ARRIVED, READABLE, VersionState
 
 _SHARE_OF_TRANSFER = 0.8
 """The share of a refit's deadline for the transfer. The rest is for reporting a failure, with its peer and tensor."""

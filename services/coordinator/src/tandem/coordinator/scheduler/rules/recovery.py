@@ -17,7 +17,7 @@ from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action, ReplaceEngine
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.tables import SchedulerTables
-from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
+from tandem.coordinator.scheduler.weights import HAS_ARRIVED
 
 _MOST_FAILURES = 2
 """The attempts at one version that may fail before the run does."""

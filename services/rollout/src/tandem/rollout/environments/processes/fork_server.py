@@ -33,7 +33,7 @@ from tandem.common import kept_inputs
 from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import DataError, TandemError
 from tandem.common.process_lifetime import fork_guarded
-from tandem.common.returned import line
+from tandem.common.user_code import line
 from tandem.config import Config, config_from_json
 from tandem.rollout.environments.environment import BatchEnvironment, is_async, is_multi_turn
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in

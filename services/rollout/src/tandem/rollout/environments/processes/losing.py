@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.common.errors import ConfigError, HelperLost, RewardError
 from tandem.common.process_lifetime import TRACE
-from tandem.common.returned import line
+from tandem.common.user_code import line
 from tandem.rollout.environments.outcomes import MOST_RETRIES, EnvironmentCall, Failure, Outcome
 
 if TYPE_CHECKING:

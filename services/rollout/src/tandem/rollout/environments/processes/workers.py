@@ -22,7 +22,7 @@ import msgspec
 from tandem.common.errors import RewardError
 from tandem.common.messages import EngineServer
 from tandem.common.process_lifetime import continue_stopped, is_stopped
-from tandem.common.returned import line
+from tandem.common.user_code import line
 from tandem.config import Config
 from tandem.rollout.environments.outcomes import (
     KILLED_FROM_OUTSIDE,

@@ -28,25 +28,25 @@ from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backends.holding import function_of_scores
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
 from tandem.trainer.backends.megatron.groups import RankDivision
 from tandem.trainer.backends.megatron.model import LayerChunk, build_chunks
-from tandem.trainer.backends.megatron.optimizer import (
+from tandem.trainer.backends.megatron.pipeline import ModelPipeline, Scored
+from tandem.trainer.backends.megatron.rows import MegatronRow
+from tandem.trainer.backends.megatron.settings import (
     add_gradient_buffers,
     clip,
     make_optimizer,
     make_schedule,
+    settings_of,
     state_of,
 )
-from tandem.trainer.backends.megatron.pipeline import ModelPipeline, Scored
-from tandem.trainer.backends.megatron.rows import MegatronRow
-from tandem.trainer.backends.megatron.settings import settings_of
 from tandem.trainer.backends.megatron.sources import AdapterTensorSource, TensorsInMemory
 from tandem.trainer.backends.megatron.weights import CheckpointTensors, RankWeights
 from tandem.trainer.backends.offload import OffloadedStorages
-from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.backends.starting_adapters import exchanged
 from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.files import adapter_files

@@ -1,17 +1,32 @@
-"""Check strictly what the user's own code returns, and describe on one line what it raised."""
+"""The user's own code: imported by its path; what it returned, checked strictly; what it raised, on one line."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
 import os
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from tandem.common.errors import RewardError
+from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import LARGEST
 from tandem.common.texts import visible
+
+
+def named(path: str, key: str = "") -> Any:
+    """Import the object at a path. Raises `ConfigError`, prefixed with the key that holds the path, if that fails."""
+    module, _, attribute = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
+        reason = str(error)
+        if not isinstance(error, ImportError | AttributeError | ValueError):
+            reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key}: cannot import {path!r}: {reason}") from error
+
 
 _LONGEST_LINE = 600
 _LONGEST_READ = 100_000

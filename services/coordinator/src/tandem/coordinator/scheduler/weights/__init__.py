@@ -1,1 +1,0 @@
-"""Weights: the newest version, its verification, and the refit service."""
