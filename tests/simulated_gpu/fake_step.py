@@ -33,7 +33,7 @@ from tandem.config import Config, load_config
 from tandem.refit.layout import Box
 from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends import dtensor, make_backend, sharding
-from tandem.trainer.backends.held import DTensorHeldModel
+from tandem.trainer.backends.dtensor import DTensorHeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron import preparing
 from tandem.trainer.backends.sharding import RankMesh

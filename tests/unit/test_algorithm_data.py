@@ -21,9 +21,8 @@ from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.config.schema import TokenizerConfig as TokenizerSettings
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
-from tandem.coordinator.algorithms.extra_metrics import turn_metrics
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.algorithms.step_batch import batch_of_samples
+from tandem.coordinator.algorithms.step_batch import batch_of_samples, turn_metrics
 from tandem.coordinator.data import worked
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch

@@ -20,7 +20,7 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, load_config, notices, unsupported
 from tandem.config.conform import conform
 from tandem.config.installed import megatron_arguments
-from tandem.config.megatron import list_products
+from tandem.config.low_precision import list_products
 
 SMALL = """
 grpo: {}

@@ -9,7 +9,7 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
 from tandem.config.dump import make_plain, resume_differences
-from tandem.config.model_groups import ModelGroup, find_model_group, list_model_groups
+from tandem.config.placement import ModelGroup, find_model_group, list_model_groups
 from tandem.coordinator.forecast import plan_json
 from tandem.coordinator.loop.spec import run_spec
 from tandem.launch.nodes import expected_processes, nodes_of

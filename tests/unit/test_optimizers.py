@@ -9,7 +9,7 @@ import torch
 
 from tandem.common.errors import ConfigError
 from tandem.config.schema import OptimizerConfig, SchedulerEntry
-from tandem.trainer.backends.held import advance
+from tandem.trainer.backends.dtensor import advance
 from tandem.trainer.backends.optimizers import make_optimizer, make_scheduler
 
 

@@ -22,7 +22,7 @@ from tandem.common.errors import DataError
 from tandem.common.process_lifetime import is_stopped
 from tandem.observe.page import worker as module
 from tandem.observe.page.thumbnails import ImageThumbnails
-from tandem.observe.report.frozen import frozen_page
+from tandem.observe.report.report import frozen_page
 from tandem.observe.report.side_by_side import load_runs
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.markers import marker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.trainer.backends.held import norm_of, scale_down
+from tandem.trainer.backends.dtensor import norm_of, scale_down
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

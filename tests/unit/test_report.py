@@ -18,9 +18,16 @@ from tandem.config import build_config, config_to_json
 from tandem.coordinator.cli import main
 from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
-from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.panels import panels_of
-from tandem.observe.report.report import ROUNDING, _pyplot, _widen, draw_panels, format_report, write_report
+from tandem.observe.report.report import (
+    ROUNDING,
+    _pyplot,
+    _widen,
+    draw_panels,
+    format_report,
+    frozen_page,
+    write_report,
+)
 from tandem.observe.report.side_by_side import configuration_differences, labels, load_runs
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal

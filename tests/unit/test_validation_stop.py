@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config import Config, build_config
-from tandem.coordinator.observers.stopping import validation_stop
+from tandem.coordinator.observers.finished_steps import validation_stop
 from tandem.observe.run_folder.journal import StepRecord
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from tandem.config import Config, build_config
-from tandem.config.model_groups import find_model_group
+from tandem.config.placement import find_model_group
 from tandem.config.schema import NewModel
 from tandem.config.schema.columns import Model
 from tandem.refit.digests.comparison import combine

@@ -17,8 +17,7 @@ from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.checks import check
 from tandem.refit.layout import Layout, whole
 from tandem.refit.transports import shm
-from tandem.trainer.backends.megatron.sources import SafetensorsFolder
-from tandem.trainer.backends.megatron.weights import RankWeights
+from tandem.trainer.backends.megatron.weights import RankWeights, SafetensorsFolder
 from tandem.trainer.files import checkpoints
 from tests.harness.trainers.megatron_harness import (
     EP2,

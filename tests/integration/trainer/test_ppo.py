@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tandem.config import Config
-from tandem.config.model_groups import list_model_groups
+from tandem.config.placement import list_model_groups
 from tandem.config.schema import PpoConfig
 from tandem.samples.batch import SampleBatch
 from tandem.trainer import step

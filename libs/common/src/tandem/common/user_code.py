@@ -1,4 +1,4 @@
-"""The user's own code: imported by its path; what it returned, checked strictly; what it raised, on one line."""
+"""The user's own code: imported by path; what it returns, checked strictly; what it raises, described."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened, TrainerBuilt
 from tandem.common.network import defer_silent, find_address_towards, keep_to_interface, list_listening
-from tandem.config.model_groups import ModelGroup
+from tandem.config.placement import ModelGroup
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.nvml import GpuMonitor

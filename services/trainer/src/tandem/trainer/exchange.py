@@ -6,7 +6,7 @@ Sequences come to the ranks as the policy divides them. A model with other paral
 of its sequences come from the ranks that have them, and its scores go back. Each transfer is a sum over the replicas,
 where one has the values and the others zeros. It is exact, and takes eight bytes for each number.
 
-If some models have processes of their own (`tandem.config.model_groups`), one group spans all trainers of the run. Each
+If some models have processes of their own (`tandem.config.placement`), one group spans all trainers of the run. Each
 first does what it can by itself, so that all models score at the same time. Then all call the same methods of
 `BatchExchange` in the same order, and wait there for each other, at most for the group's time-out. Numbers are sent
 unchanged, from the one process that speaks for its replica to all others. Each of these keeps what it needs.
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from tandem.config import Config
-from tandem.config.model_groups import ModelGroup, find_model_group, list_model_groups
+from tandem.config.placement import ModelGroup, find_model_group, list_model_groups
 from tandem.config.schema.columns import SCORING_SECONDS, ColumnDeclaration, Model
 from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding, data_parallel_ranks, scoring_trainers

@@ -28,8 +28,8 @@ from tandem.common.errors import DataError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.numeric import LEAST_LOGPROB
 from tandem.common.wire import Arrays
-from tandem.config.model_groups import find_model_group
 from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.placement import find_model_group
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import NO_RANK, data_parallel_ranks

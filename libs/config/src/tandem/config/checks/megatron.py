@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.config.checks.rule import Rule
-from tandem.config.megatron import DELAYED, list_products
+from tandem.config.low_precision import DELAYED, list_products
 from tandem.config.models.families import MEGATRON, MEGATRON_VISION
 from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import VISION

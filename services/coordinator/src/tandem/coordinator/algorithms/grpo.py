@@ -19,9 +19,8 @@ from tandem.common.values import question_text
 from tandem.config import Config
 from tandem.config.schema.columns import TEACHER
 from tandem.coordinator.algorithms.curriculum import Levels, make_curriculum
-from tandem.coordinator.algorithms.extra_metrics import failure_metrics, metrics_by_origin, turn_metrics
 from tandem.coordinator.algorithms.places import StreamPlaces
-from tandem.coordinator.algorithms.step_batch import training_batch
+from tandem.coordinator.algorithms.step_batch import failure_metrics, metrics_by_origin, training_batch, turn_metrics
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.samples.batch import SampleBatch

@@ -20,11 +20,17 @@ from tandem.coordinator.loop.opening import CommandInvocation, OpenedResources
 from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.observers.finished_steps import CurveFile, HealthWarnings, QuickSteps, StepLog
+from tandem.coordinator.observers.finished_steps import (
+    CurveFile,
+    HealthWarnings,
+    QuickSteps,
+    StepLog,
+    TimeLimit,
+    validation_stop,
+)
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, ObserverGroup
 from tandem.coordinator.observers.progress import ProgressDisplay
-from tandem.coordinator.observers.stopping import TimeLimit, validation_stop
 from tandem.coordinator.observers.timeline import TimelineWriter
 from tandem.coordinator.observers.watching import DashboardObserver, EngineServers, MetricsObserver, SupervisorObserver
 from tandem.coordinator.preparing.resuming import StartingPoint

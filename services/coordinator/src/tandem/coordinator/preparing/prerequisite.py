@@ -9,7 +9,7 @@ import msgspec
 from tandem.common.errors import ConfigError
 from tandem.config import Config, config_from_json, resume_differences
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.observers.stopping import validation_stop
+from tandem.coordinator.observers.finished_steps import validation_stop
 from tandem.launch.preparing.beginning import Mode, Say, has_begun
 from tandem.observe.run_folder.checkpoints import checkpoints_of
 from tandem.observe.run_folder.journal import JournalReader, read_journal

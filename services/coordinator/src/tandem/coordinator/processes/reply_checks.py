@@ -39,8 +39,8 @@ from tandem.common.messages import (
 )
 from tandem.common.worker_shards import process_of
 from tandem.config import Config
-from tandem.config.model_groups import list_model_groups
 from tandem.config.models.model_sizes import vocabulary_size
+from tandem.config.placement import list_model_groups
 from tandem.observe.exporters.nvml import MEASURED
 from tandem.refit import layout, program
 

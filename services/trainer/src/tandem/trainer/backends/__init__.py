@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tandem.config import Config
-from tandem.config.model_groups import ModelGroup
+from tandem.config.placement import ModelGroup
 from tandem.trainer.backend import TrainerBackend
 
 

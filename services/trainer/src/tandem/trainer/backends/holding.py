@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.config import Config
-from tandem.config.model_groups import ModelGroup
+from tandem.config.placement import ModelGroup
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Model
 from tandem.trainer import scoring

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.config import Config
-from tandem.config.model_groups import ModelGroup
+from tandem.config.placement import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import Weights
 from tandem.trainer.backend import LossOfMicroBatch, ModelReplicas, OptimizerStep

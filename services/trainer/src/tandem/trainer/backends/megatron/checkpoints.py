@@ -21,8 +21,7 @@ from typing import Any
 from tandem.common.errors import CheckpointError, ModelError
 from tandem.config.schema.columns import Model
 from tandem.trainer.backends.megatron import optimizer_state
-from tandem.trainer.backends.megatron.sources import SafetensorsFolder
-from tandem.trainer.backends.megatron.weights import CheckpointTensors, RankWeights
+from tandem.trainer.backends.megatron.weights import CheckpointTensors, RankWeights, SafetensorsFolder
 from tandem.trainer.files import checkpoints
 from tandem.trainer.files.box_files import BoxFiles
 

@@ -43,8 +43,13 @@ from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutPiece
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
-from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, require_shape
-from tandem.trainer.backends.megatron.weights import CheckpointTensors, view_of
+from tandem.trainer.backends.megatron.weights import (
+    CheckpointTensors,
+    SafetensorsFolder,
+    TensorsInMemory,
+    require_shape,
+    view_of,
+)
 from tandem.trainer.files.box_files import digests_of
 from tandem.trainer.files.checkpoints import FileProof, sync, sync_folder
 from tandem.trainer.models import load_model

@@ -44,8 +44,12 @@ from tandem.trainer.backends.megatron.settings import (
     settings_of,
     state_of,
 )
-from tandem.trainer.backends.megatron.sources import AdapterTensorSource, TensorsInMemory
-from tandem.trainer.backends.megatron.weights import CheckpointTensors, RankWeights
+from tandem.trainer.backends.megatron.weights import (
+    AdapterTensorSource,
+    CheckpointTensors,
+    RankWeights,
+    TensorsInMemory,
+)
 from tandem.trainer.backends.offload import OffloadedStorages
 from tandem.trainer.backends.starting_adapters import exchanged
 from tandem.trainer.batching.masks import compares_whole

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from tandem.common.errors import ModelError
 from tandem.config import Config, schema
-from tandem.config.megatron import LowPrecisionProducts, list_products
+from tandem.config.low_precision import LowPrecisionProducts, list_products
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments

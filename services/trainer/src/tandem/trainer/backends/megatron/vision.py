@@ -36,7 +36,7 @@ from tandem.samples.images import towers
 from tandem.trainer.backends.megatron.model import LayerChunk
 from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.backends.megatron.rows import MegatronRow
-from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory
+from tandem.trainer.backends.megatron.weights import SafetensorsFolder, TensorsInMemory
 from tandem.trainer.backends.pictures import PixelSource
 from tandem.trainer.batching.images import RowImages
 from tandem.trainer.models import checkpoint_activations, load_model
