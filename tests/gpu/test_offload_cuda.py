@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 
-from tandem.trainer.backends.offload import OffloadedStorages, state_of
+from tandem.trainer.backends.holding import OffloadedStorages, state_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def pinned_bytes() -> int:
 def test_copies_are_waited_for_before_the_memory_goes() -> None:
     program = """
         import torch
-        from tandem.trainer.backends.offload import OffloadedStorages
+        from tandem.trainer.backends.holding import OffloadedStorages
         tensor = torch.arange(1000.0, device="cuda")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

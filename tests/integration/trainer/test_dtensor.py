@@ -14,7 +14,7 @@ import transformers
 from tandem.config import Config
 from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.backends.offload import OffloadedStorages
+from tandem.trainer.backends.holding import OffloadedStorages
 from tandem.trainer.exposed_weights import local_of
 from tests.harness.trainers.reference import (
     assert_same_steps,

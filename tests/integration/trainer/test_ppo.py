@@ -21,7 +21,7 @@ from tandem.samples.batch import SampleBatch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.backends.offload import OffloadedStorages
+from tandem.trainer.backends.holding import OffloadedStorages
 from tandem.trainer.exposed_weights import local_of
 from tests.harness.trainers.megatron_harness import CP2, PP2, SP, TP2
 from tests.harness.trainers.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER

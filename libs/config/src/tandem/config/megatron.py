@@ -10,14 +10,7 @@ import msgspec
 from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
 from tandem.config.conform import conform, describe_unknown_key
-from tandem.config.installed.megatron_arguments import (
-    RESERVED,
-    find_obstacle,
-    find_release,
-    is_installed,
-    list_arguments,
-    list_defaults,
-)
+from tandem.config.installed import megatron_arguments
 from tandem.config.installed.sources import find_package
 from tandem.config.low_precision import list_products
 from tandem.config.problem import InvalidValue, ProblemCollector
@@ -36,10 +29,14 @@ def find_missing_megatron(config: Config) -> Iterator[InvalidValue]:
     """Yield a problem for each model that Megatron-Core trains where it is not installed, or cannot train."""
     for name in MODELS:
         model: ModelConfig | None = getattr(config, name)
-        if model is not None and model.megatron_cfg.enabled and not is_installed():
+        if model is not None and model.megatron_cfg.enabled and not megatron_arguments.is_installed():
             text = f"true, but Megatron-Core is not installed: {install_command('megatron')}"
             yield InvalidValue(f"{name}.megatron_cfg.enabled", text, is_of_machine=True)
-        elif model is not None and model.megatron_cfg.enabled and (obstacle := find_obstacle()) is not None:
+        elif (
+            model is not None
+            and model.megatron_cfg.enabled
+            and (obstacle := megatron_arguments.find_obstacle()) is not None
+        ):
             yield InvalidValue(f"{name}.megatron_cfg.enabled", f"true, but {obstacle}", is_of_machine=True)
 
 
@@ -98,17 +95,17 @@ def _unfit(key: str, model: ModelConfig) -> MegatronCfg:
 
 
 def _fit_arguments(prefix: str, section: str, settings: dict[str, Any]) -> dict[str, Any]:
-    argument_types, prefix = list_arguments(section), f"{prefix}.{section}".rstrip(".")
+    argument_types, prefix = megatron_arguments.list_arguments(section), f"{prefix}.{section}".rstrip(".")
     fitted, problems = {}, ProblemCollector()
     for name, value in settings.items():
         key = f"{prefix}.{name}"
         with problems.collected():
-            if name in RESERVED[section]:
-                raise InvalidValue(key, f"cannot be set here: {RESERVED[section][name]}")
+            if name in megatron_arguments.RESERVED[section]:
+                raise InvalidValue(key, f"cannot be set here: {megatron_arguments.RESERVED[section][name]}")
             if argument_types and name not in argument_types:
-                siblings = {**_list_types(section), **list_defaults(section)}
+                siblings = {**_list_types(section), **megatron_arguments.list_defaults(section)}
                 unknown, hint = describe_unknown_key(key, value, siblings), nearest(name, list(siblings))
-                release = " ".join(filter(None, ("Megatron-Core", find_release())))
+                release = " ".join(filter(None, ("Megatron-Core", megatron_arguments.find_release())))
                 raise InvalidValue(key, f"{release} has no such argument{hint}", unknown=unknown)
             fitted[name] = conform(value, argument_types[name], key) if argument_types else value
     problems.complain()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem.common.errors import ModelError
-from tandem.config.installed import speculation
+from tandem.config.installed import vllm_arguments
 from tandem.config.models import hub
 from tandem.config.schema import Config
 from tandem.config.schema.policy import TokenizerConfig
@@ -21,7 +21,7 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 Change = Callable[[str, str, msgspec.Struct], str]
 """A function from the key of a model's name, the name, and its section to a new name."""
 
-_DRAFT = f"generation.vllm_kwargs.{speculation.KEY}.model"
+_DRAFT = f"generation.vllm_kwargs.{vllm_arguments.SPECULATION}.model"
 """Key of the policy with the name of the model that drafts tokens for vLLM."""
 _TEACHERS = "teacher_model_by_agent_name"
 """Key with model names as values."""
@@ -54,7 +54,7 @@ def is_used(config: Config, key: str) -> bool:
             if subkey == _DRAFT:
                 generation = config.policy.generation
                 takes_drafts = config.declaration.rolls_out and generation.kind.drafts
-                return takes_drafts and speculation.find_draft(generation.vllm_kwargs) is not None
+                return takes_drafts and vllm_arguments.find_draft_model(generation.vllm_kwargs) is not None
             return not subkey.startswith("draft.") or config.policy.draft.enabled
         case "env":
             return subkey.partition(".")[0] in config.reward_models
@@ -102,11 +102,11 @@ def _find_folder(name: str) -> str:
 
 def _change_draft(arguments: dict[str, Any], change: Change, section: msgspec.Struct) -> dict[str, Any]:
     """Return vLLM's arguments with the name of the draft model changed."""
-    name = speculation.find_draft(arguments)
+    name = vllm_arguments.find_draft_model(arguments)
     changed = None if name is None else change(f"policy.{_DRAFT}", name, section)
     if changed == name:
         return arguments
-    return {**arguments, speculation.KEY: {**arguments[speculation.KEY], "model": changed}}
+    return {**arguments, vllm_arguments.SPECULATION: {**arguments[vllm_arguments.SPECULATION], "model": changed}}
 
 
 def _change_section(section: Section, change: Change, key: str) -> Section:

@@ -1,11 +1,14 @@
-"""A problem with one key, before its file is known."""
+"""A problem with one key, before its file is known; and rules, the checks that find one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+from tandem.config.schema import Config
 
 MAX_SHOWN = 80
 """Most characters of a value in an error."""
@@ -79,3 +82,31 @@ def shown(value: object) -> str:
 def describe_without_effect(key: str, value: Any, reason: str) -> str:
     """Return the notice that a value has no effect."""
     return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {reason}"
+
+
+Rule = Callable[[Config], None]
+"""A check that raises `InvalidValue` if the configuration breaks it."""
+
+
+def restrict_to_rollouts(*rules: Rule) -> tuple[Rule, ...]:
+    """Restrict rules to algorithms that roll out."""
+    return tuple(_restrict(rule, rolls_out=True) for rule in rules)
+
+
+def restrict_to_data_sets(*rules: Rule) -> tuple[Rule, ...]:
+    """Restrict rules to algorithms over data sets."""
+    return tuple(_restrict(rule, rolls_out=False) for rule in rules)
+
+
+def check_dotted_path(key: str, path: str) -> None:
+    """Raise `InvalidValue` if a path cannot name a class."""
+    if not re.fullmatch(r"\w+(\.\w+)+", path):
+        raise InvalidValue(key, f"{shown(path)} is not a dotted path, such as package.Class")
+
+
+def _restrict(rule: Rule, *, rolls_out: bool) -> Rule:
+    def checked(config: Config) -> None:
+        if config.declaration.rolls_out == rolls_out:
+            rule(config)
+
+    return checked

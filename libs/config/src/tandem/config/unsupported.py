@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.config.installed import speculation
+from tandem.config.installed import vllm_arguments
 from tandem.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
 from tandem.config.problem import shown
 from tandem.config.schema import Config
@@ -182,9 +182,9 @@ def _list_of_engines(config: Config) -> Iterator[str]:
             f"{_VLLM_CFG}.expert_parallel_size ({vllm.expert_parallel_size}: neither 1 nor tensor_parallel_size, "
             f"which is {vllm.tensor_parallel_size})"
         )
-    method = speculation.find_unbuilt_method(config.policy.generation.vllm_kwargs)
+    method = vllm_arguments.find_unbuilt_draft_method(config.policy.generation.vllm_kwargs)
     if method is not None:
-        yield f"policy.generation.vllm_kwargs.{speculation.KEY} ({method})"
+        yield f"policy.generation.vllm_kwargs.{vllm_arguments.SPECULATION} ({method})"
 
 
 def _list_not_built(config: Config) -> Iterator[str]:

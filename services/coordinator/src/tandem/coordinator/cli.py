@@ -11,18 +11,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from tandem.common import descriptors, gc_tuning, kept_inputs
+from tandem.common import descriptors, errors, gc_tuning, kept_inputs
 from tandem.common.distribution import version
-from tandem.common.errors import (
-    BAD_INPUT,
-    FAILED,
-    INTERRUPTED,
-    ConfigError,
-    DamagedCheckpoint,
-    TandemError,
-    is_shortage,
-    nearest,
-)
 from tandem.common.network import forget_empty_endpoint
 from tandem.coordinator.clusters import kubernetes, ray, slurm
 from tandem.coordinator.commands import (
@@ -105,27 +95,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         carry_out: CarryOut = arguments.carry_out
         return carry_out(arguments)
-    except ConfigError as error:
+    except errors.ConfigError as error:
         problems = _name_other_command(arguments) or error.problems
         for line in problems:
             print(f"error: {line}", file=sys.stderr)
         if len(problems) > 1:
             print(f"{len(problems)} problems", file=sys.stderr)
-        return BAD_INPUT
-    except DamagedCheckpoint as error:
+        return errors.BAD_INPUT
+    except errors.DamagedCheckpoint as error:
         print(f"error: {error}; {_way_out(error, arguments)}", file=sys.stderr)
-        return FAILED
-    except TandemError as error:
+        return errors.FAILED
+    except errors.TandemError as error:
         print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return errors.FAILED
     except OSError as error:
-        if not is_shortage(error):
+        if not errors.is_shortage(error):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return errors.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return errors.INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -138,7 +128,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print usage, the error and an example; exit with code 2."""
-        self.exit(BAD_INPUT, f"{self.format_usage()}{self.prog}: error: {message}\n{self.example}\n")
+        self.exit(errors.BAD_INPUT, f"{self.format_usage()}{self.prog}: error: {message}\n{self.example}\n")
 
     def format_help(self) -> str:
         """Return the text of ``--help``, with an example at its end unless the command has an epilog."""
@@ -164,7 +154,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in EXAMPLES:
         groups = "\n".join(f"  {purpose}: {', '.join(map(_name_of, modules))}" for purpose, modules in GROUPS.items())
-        parser.error(f"there is no command {words[0]!r}{nearest(words[0], EXAMPLES)}\n{groups}")
+        parser.error(f"there is no command {words[0]!r}{errors.nearest(words[0], EXAMPLES)}\n{groups}")
     arguments, extra_words = parser.parse_known_args(argv)
     unknown = [word for word in extra_words if word.startswith("-") or "=" not in word or "overrides" not in arguments]
     if unknown:
@@ -214,7 +204,7 @@ def _name_other_command(arguments: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
+def _way_out(error: errors.DamagedCheckpoint, arguments: argparse.Namespace) -> str:
     """Return the command line to use after a checkpoint was found damaged."""
     if arguments.command == "replay" and not arguments.resume:
         return "choose another with --from"

@@ -10,12 +10,7 @@ from collections.abc import Sequence
 
 from tandem.common.messages import ToRollout
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
-from tandem.config.placement import (
-    VISIBLE,
-    VISIBLE_TO_REWARD_MODELS,
-    select_visible_to_engine,
-    select_visible_to_reward_models,
-)
+from tandem.config import placement
 from tandem.config.threads import count_threads
 from tandem.launch.run_service import RunnableService, run_service
 from tandem.launch.service import ServiceContext
@@ -38,11 +33,11 @@ def preload() -> None:
 
 
 def _make(context: ServiceContext) -> RunnableService:
-    visible = select_visible_to_reward_models(context.config, context.index, os.environ)
-    os.environ[VISIBLE_TO_REWARD_MODELS] = json.dumps(visible)
+    visible = placement.select_visible_to_reward_models(context.config, context.index, os.environ)
+    os.environ[placement.VISIBLE_TO_REWARD_MODELS] = json.dumps(visible)
     generation = context.config.policy.generation
     if generation.kind.is_on_gpus:
-        os.environ[VISIBLE] = select_visible_to_engine(context.config, context.index, os.environ)
+        os.environ[placement.VISIBLE] = placement.select_visible_to_engine(context.config, context.index, os.environ)
     threads = count_threads(context.config, "rollouts", len(os.sched_getaffinity(0)))
     find_factory(generation.backend).prepare_process(threads)
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tandem.common.user_code import named
 from tandem.config.checks import adapters, data, generation, loss, megatron, model, numbers, run, sizes, vision
-from tandem.config.checks.rule import Rule
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.config.problem import InvalidValue, ProblemCollector
+from tandem.config.problem import InvalidValue, ProblemCollector, Rule
 from tandem.config.schema import Config
 
 RULES: tuple[Rule, ...] = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.common.errors import ConfigError
-from tandem.config.checks.rule import Rule
 from tandem.config.models.families import MEGATRON_ADAPTERS
 from tandem.config.models.lora import (
     ALL_LINEAR,
@@ -17,7 +16,7 @@ from tandem.config.models.lora import (
 )
 from tandem.config.models.model_sizes import read_expert_sizes, read_model_config
 from tandem.config.models.vision_families import family_of
-from tandem.config.problem import InvalidValue, shown
+from tandem.config.problem import InvalidValue, Rule, shown
 from tandem.config.schema import Config
 
 _LATENT = "deepseek_v3"

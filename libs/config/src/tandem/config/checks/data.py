@@ -7,10 +7,9 @@ import string
 from typing import Literal
 
 from tandem.common.errors import listed, nearest
-from tandem.config.checks.rule import Rule, check_dotted_path, restrict_to_rollouts
 from tandem.config.named import GENERATED, NAMED, RAW_TEXT, holds_texts, is_local
 from tandem.config.placement import count_gpus_of_reward_models
-from tandem.config.problem import InvalidValue, shown
+from tandem.config.problem import InvalidValue, Rule, check_dotted_path, restrict_to_rollouts, shown
 from tandem.config.schema import Config, EnvironmentConfig, JudgeConfig
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS

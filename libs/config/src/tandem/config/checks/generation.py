@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.config.checks.rule import Rule, restrict_to_rollouts
 from tandem.config.models.model_sizes import read_expert_sizes, read_model_config
-from tandem.config.problem import InvalidValue
+from tandem.config.problem import InvalidValue, Rule, restrict_to_rollouts
 from tandem.config.schema import Config
 
 _ROUTER_REPLAY = "policy.router_replay.enabled"

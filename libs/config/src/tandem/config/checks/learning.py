@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.config.checks.rule import Rule
-from tandem.config.problem import InvalidValue, shown
+from tandem.config.problem import InvalidValue, Rule, shown
 from tandem.config.schema import Config
 from tandem.config.schema.grpo import PENALTIES
 from tandem.config.shapes import ELSEWHERE

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tandem.common.errors import nearest
-from tandem.config.checks.rule import Rule, check_dotted_path
-from tandem.config.problem import InvalidValue, shown
+from tandem.config.problem import InvalidValue, Rule, check_dotted_path, shown
 from tandem.config.schema import Config, LossColumn
 from tandem.config.schema.columns import BUILT_IN, TAKEN, ColumnDeclaration
 from tandem.config.schema.loss import MEAN_OF_SEQUENCES

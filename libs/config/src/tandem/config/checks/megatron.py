@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-from tandem.config.checks.rule import Rule
 from tandem.config.low_precision import DELAYED, list_products
 from tandem.config.models.families import MEGATRON, MEGATRON_VISION
 from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import VISION
-from tandem.config.problem import InvalidValue, ProblemCollector, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, Rule, shown
 from tandem.config.schema import Config
 
 KEY = "policy.megatron_cfg"

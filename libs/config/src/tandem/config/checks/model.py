@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 
 from tandem.common.errors import nearest
-from tandem.config.checks.rule import Rule
 from tandem.config.derive import compute_warmup_length, make_linear_warmup
 from tandem.config.installed.model_fields import list_model_fields
 from tandem.config.installed.torch_arguments import find_torch_problems
 from tandem.config.models.families import VLLM_READS
 from tandem.config.models.model_sizes import read_max_positions, read_model_config
-from tandem.config.problem import InvalidValue, ProblemCollector, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, Rule, shown
 from tandem.config.schema import Config, SchedulerEntry
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.messages import LARGEST
-from tandem.config.checks.rule import Rule
-from tandem.config.problem import InvalidValue
+from tandem.config.problem import InvalidValue, Rule
 from tandem.config.schema import Config, MegatronCfg, ModelConfig
 
 SMALLEST = 1e-30

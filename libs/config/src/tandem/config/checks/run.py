@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 from tandem.common.errors import nearest
-from tandem.config.checks.rule import Rule, restrict_to_rollouts
 from tandem.config.placement import count_gpus_of_reward_models, count_gpus_per_engine
-from tandem.config.problem import InvalidValue, ProblemCollector, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, Rule, restrict_to_rollouts, shown
 from tandem.config.schema import Config
 
 NOTHING_TO_VALIDATE_ON = "there is nothing to validate on (data.num_validation is 0, or data.validation null)"

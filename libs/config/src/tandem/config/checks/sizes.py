@@ -6,12 +6,11 @@ import math
 
 import msgspec
 
-from tandem.config.checks.rule import Rule, restrict_to_data_sets, restrict_to_rollouts
 from tandem.config.installed.model_fields import is_cut_like_llama
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import VISION
-from tandem.config.problem import InvalidValue, shown
+from tandem.config.problem import InvalidValue, Rule, restrict_to_data_sets, restrict_to_rollouts, shown
 from tandem.config.schema import Config, DynamicBatching, ModelConfig, ProcessesOf, SequencePacking
 
 MEGATRON = "policy.megatron_cfg"

@@ -10,9 +10,8 @@ import msgspec
 
 from tandem.common.errors import nearest
 from tandem.config.checks import megatron, model, sizes
-from tandem.config.checks.rule import Rule
 from tandem.config.models.model_sizes import find_vocabulary, read_model_config
-from tandem.config.problem import InvalidValue, ProblemCollector, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, Rule, shown
 from tandem.config.schema import Config
 
 _TRAINING = (

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import listed, nearest
-from tandem.config.checks.rule import Rule, restrict_to_rollouts
 from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import family_of
-from tandem.config.problem import InvalidValue, ProblemCollector, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, Rule, restrict_to_rollouts, shown
 from tandem.config.schema import Config, ModelConfig
 from tandem.config.schema.environments import ARGUMENTS, IMAGE_ENVIRONMENTS, RewardFunctionConfig
 from tandem.config.schema.megatron import MegatronCfg

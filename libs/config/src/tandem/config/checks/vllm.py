@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tandem.config.checks.rule import Rule
-from tandem.config.installed import speculation
+from tandem.config.installed import vllm_arguments
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, find_problem
 from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_READS, VLLM_SEEING
 from tandem.config.models.model_sizes import read_model_config
 from tandem.config.models.vision_families import family_of
-from tandem.config.problem import InvalidValue, describe_without_effect
+from tandem.config.problem import InvalidValue, Rule, describe_without_effect
 from tandem.config.schema import Config
 
 
@@ -19,8 +18,8 @@ def check_vllm_takes_its_arguments(config: Config) -> None:
     started."""
     generation = config.policy.generation
     arguments = dict(generation.vllm_kwargs)
-    if speculation.find_unbuilt_method(arguments) is not None:  # which is reported elsewhere
-        del arguments[speculation.KEY]
+    if vllm_arguments.find_unbuilt_draft_method(arguments) is not None:  # which is reported elsewhere
+        del arguments[vllm_arguments.SPECULATION]
     problem = find_problem(arguments)
     if problem is not None:
         raise InvalidValue(f"policy.generation.vllm_kwargs.{problem[0]}", problem[1])
@@ -35,7 +34,7 @@ def check_vllm_takes_its_arguments(config: Config) -> None:
 def check_drafts_combine(config: Config) -> None:
     """Check that speculative decoding is not combined with what changes vLLM's steps in other ways."""
     generation = config.policy.generation
-    if speculation.find_method(generation.vllm_kwargs) is None:
+    if vllm_arguments.find_draft_method(generation.vllm_kwargs) is None:
         return
     vllm = generation.vllm_cfg
     features = {
@@ -49,11 +48,13 @@ def check_drafts_combine(config: Config) -> None:
     }
     for key, is_on in features.items():
         if is_on:
-            raise InvalidValue(f"policy.generation.vllm_kwargs.{speculation.KEY}", f"cannot be combined with {key}")
-    draft_ranks = generation.vllm_kwargs[speculation.KEY].get("draft_tensor_parallel_size")
+            raise InvalidValue(
+                f"policy.generation.vllm_kwargs.{vllm_arguments.SPECULATION}", f"cannot be combined with {key}"
+            )
+    draft_ranks = generation.vllm_kwargs[vllm_arguments.SPECULATION].get("draft_tensor_parallel_size")
     if draft_ranks not in (None, vllm.tensor_parallel_size):
         raise InvalidValue(
-            f"policy.generation.vllm_kwargs.{speculation.KEY}.draft_tensor_parallel_size",
+            f"policy.generation.vllm_kwargs.{vllm_arguments.SPECULATION}.draft_tensor_parallel_size",
             f"{draft_ranks}, but vLLM shares a draft as the policy: tensor_parallel_size is "
             f"{vllm.tensor_parallel_size}",
         )

@@ -11,15 +11,7 @@ from typing import Any
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
-from tandem.samples.images.families import (
-    PROCESSOR_FILES,
-    check_tokenizer,
-    collapse,
-    expand,
-    grid_of,
-    num_tokens,
-    read_settings,
-)
+from tandem.samples.images import families
 from tandem.samples.images.markers import MarkedImage, marked_in, marker, split_at_markers
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
@@ -44,8 +36,8 @@ class VisionTokenizer(Tokenizer):
         self._template = tokenizer._template  # it knows the key that errors name
         self.model_folders = tokenizer.model_folders
         self._folder = folder
-        self.settings = read_settings(folder, tokenizer.where)
-        check_tokenizer(tokenizer, self.settings)
+        self.settings = families.read_settings(folder, tokenizer.where)
+        families.check_tokenizer(tokenizer, self.settings)
         self._reads_parts = self.has_chat_template and "type" in self._template.words
 
     @property
@@ -61,7 +53,7 @@ class VisionTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         """Write the files of tokenizer and image processor beside a model's weights."""
         super().save(folder)
-        for name in ("config.json", *PROCESSOR_FILES):
+        for name in ("config.json", *families.PROCESSOR_FILES):
             if (self._folder / name).exists() and not (folder / name).exists():
                 shutil.copyfile(self._folder / name, folder / name)
 
@@ -71,13 +63,13 @@ class VisionTokenizer(Tokenizer):
         return tuple(self._reference(image) for text in contents if isinstance(text, str) for image in marked_in(text))
 
     def _reference(self, image: MarkedImage) -> ImageRef:
-        grid = grid_of(self.settings, image.width, image.height)
+        grid = families.grid_of(self.settings, image.width, image.height)
         return ImageRef(
             digest=image.digest,
             width=image.width,
             height=image.height,
             grid=grid,
-            num_tokens=num_tokens(self.settings, grid),
+            num_tokens=families.num_tokens(self.settings, grid),
         )
 
     def render_chat(
@@ -113,8 +105,8 @@ class VisionTokenizer(Tokenizer):
         if images:
             placeholder = self.settings.family.placeholder
             parts = (placeholder if isinstance(part, MarkedImage) else part for part in split_at_markers(text))
-            grids = [grid_of(self.settings, image.width, image.height) for image in images]
-            text = expand(self.settings, "".join(parts), grids)
+            grids = [families.grid_of(self.settings, image.width, image.height) for image in images]
+            text = families.expand(self.settings, "".join(parts), grids)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
     def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
@@ -168,7 +160,9 @@ class MarkedTexts:
         """
         settings = self._tokenizer.settings
         try:
-            plain = self._tokenizer.decode(collapse(token_ids, self._tokenizer, settings), skip_special_tokens=False)
+            plain = self._tokenizer.decode(
+                families.collapse(token_ids, self._tokenizer, settings), skip_special_tokens=False
+            )
         except DataError:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         sizes = {image.digest: MarkedImage(image.digest, image.width, image.height) for image in references}

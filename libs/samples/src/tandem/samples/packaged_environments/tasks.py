@@ -22,20 +22,12 @@ from tandem.common.messages import Problem
 from tandem.common.texts import read_last_lines, shorten
 from tandem.common.values import make_plain_object
 from tandem.config import Config
-from tandem.config.schema.environments import (
-    NEMO_GYM,
-    OPENENV,
-    VERIFIERS,
-    NemoGymConfig,
-    OpenEnvConfig,
-    PackagedConfig,
-    VerifiersConfig,
-)
+from tandem.config.schema import environments
 
-PROGRAMS: dict[type[PackagedConfig], tuple[str, str]] = {
-    VerifiersConfig: (VERIFIERS, "play_verifiers.py"),
-    OpenEnvConfig: (OPENENV, "play_openenv.py"),
-    NemoGymConfig: (NEMO_GYM, "play_nemo_gym.py"),
+PROGRAMS: dict[type[environments.PackagedConfig], tuple[str, str]] = {
+    environments.VerifiersConfig: (environments.VERIFIERS, "play_verifiers.py"),
+    environments.OpenEnvConfig: (environments.OPENENV, "play_openenv.py"),
+    environments.NemoGymConfig: (environments.NEMO_GYM, "play_nemo_gym.py"),
 }
 """The key of each kind of packaged environment, and the program that plays it."""
 NOT_INSTALLED = 69
@@ -64,7 +56,7 @@ class ListedTasks(msgspec.Struct, frozen=True):
     """Why there are none."""
 
 
-def play_command(settings: PackagedConfig) -> tuple[str, ...]:
+def play_command(settings: environments.PackagedConfig) -> tuple[str, ...]:
     """Return the command of the program that plays episodes, line by line."""
     return (*_begin_command(settings), "play", msgspec.json.encode(settings).decode())
 
@@ -104,7 +96,7 @@ def _list(config: Config, *words: str) -> tuple[str, ListedTasks]:
         if code == NOT_INSTALLED:
             package = (read_last_lines(output, 1) or [kind])[-1]
             remedy = install_command(kind)
-            if isinstance(settings, NemoGymConfig):
+            if isinstance(settings, environments.NemoGymConfig):
                 remedy = f"install nemo-gym apart, on Python 3.12 or later, and name its interpreter: {key}.python"
             raise ConfigError(f"{key}: the package {package} is not installed; {remedy}")
         if not answer.exists():
@@ -116,10 +108,10 @@ def _list(config: Config, *words: str) -> tuple[str, ListedTasks]:
     return key, tasks
 
 
-def _begin_command(settings: PackagedConfig) -> tuple[str, str]:
+def _begin_command(settings: environments.PackagedConfig) -> tuple[str, str]:
     _, file = PROGRAMS[type(settings)]
     # OpenEnv's program starts a server on that interpreter, and plays on this one.
-    python = None if isinstance(settings, OpenEnvConfig) else settings.python
+    python = None if isinstance(settings, environments.OpenEnvConfig) else settings.python
     return python or sys.executable, str(Path(__file__).with_name("programs") / file)
 
 

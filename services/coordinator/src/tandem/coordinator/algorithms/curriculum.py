@@ -21,17 +21,9 @@ from tandem.config import Config
 from tandem.config.schema import DataConfig
 from tandem.coordinator.algorithms.places import PlaceUnknown
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.samples.data_sets import EncodedProblem, PromptEncoder, sources
+from tandem.samples.data_sets import EncodedProblem, PromptEncoder, reasoning_tasks, sources
 from tandem.samples.data_sets.order import NUM_CHECKED
 from tandem.samples.data_sets.prompts import PromptedProblem
-from tandem.samples.data_sets.reasoning_tasks import (
-    COMPOSITE,
-    LEVEL,
-    CurriculumSettings,
-    find_highest_level,
-    read_curriculum,
-    task_at_level,
-)
 from tandem.samples.data_sets.split import is_held_out
 
 _NUM_TRIED = 20
@@ -45,14 +37,16 @@ class LevelledProblems:
 
     def __init__(self, data: DataConfig, encoder: PromptEncoder) -> None:
         """Make some of every level that may come. Raise `DataError` if none of a level's can be trained on."""
-        curriculum = read_curriculum(data.task_params)
+        curriculum = reasoning_tasks.read_curriculum(data.task_params)
         assert curriculum is not None, "or there are no levels"
         self.settings, self.first_levels = curriculum
         self._data = data
         self._encoder = encoder
         self.encode: Callable[[str, int, int], EncodedProblem] = functools.lru_cache(NUM_CHECKED)(self._encode)
         """Return the problem of a task and a level with this number. Raise `DataError` if none near it fits."""
-        levels = [(task, range(find_highest_level(task, self.settings) + 1)) for task in self.first_levels]
+        levels = [
+            (task, range(reasoning_tasks.find_highest_level(task, self.settings) + 1)) for task in self.first_levels
+        ]
         numbers = range(_NUM_SHOWN)
         shown = [self._make(task, level, number) for task, range_ in levels for level in range_ for number in numbers]
         encoder.check_characters(PromptedProblem(problem, data) for problem in shown)
@@ -86,10 +80,12 @@ class LevelledProblems:
         )
 
     def _make(self, task: str, level: int, number: int) -> Problem:
-        parameters = task_at_level(self._data.task_params, task, level)
+        parameters = reasoning_tasks.task_at_level(self._data.task_params, task, level)
         problem = sources.reasoning_gym_problem(str(self._data.task), parameters, number)
         name = f"{task}-level{level}-{number}"
-        return msgspec.structs.replace(problem, problem_id=name, metadata={**problem.metadata, LEVEL: level})
+        return msgspec.structs.replace(
+            problem, problem_id=name, metadata={**problem.metadata, reasoning_tasks.LEVEL: level}
+        )
 
 
 Levels = Mapping[str, int]
@@ -98,10 +94,10 @@ Levels = Mapping[str, int]
 class CurriculumLevels:
     """The levels of all tasks that a curriculum moves, step by step."""
 
-    def __init__(self, settings: CurriculumSettings, first_levels: Levels, age: int) -> None:
+    def __init__(self, settings: reasoning_tasks.CurriculumSettings, first_levels: Levels, age: int) -> None:
         """`age` is how many steps may be drawn ahead of the one in progress."""
         self._settings = settings
-        self._highest = {task: find_highest_level(task, settings) for task in first_levels}
+        self._highest = {task: reasoning_tasks.find_highest_level(task, settings) for task in first_levels}
         self._age = age
         self._after: list[Levels] = [dict(first_levels)]
         """Levels after each finished step; the first entry is before step 1."""
@@ -170,5 +166,9 @@ class TaskCurriculum:
 def make_curriculum(config: Config, encoder: PromptEncoder) -> TaskCurriculum | None:
     """Return the curriculum of a run; None if its levels stay as they are."""
     data = config.data
-    is_moved = data.task == COMPOSITE and not config.evaluates and read_curriculum(data.task_params) is not None
+    is_moved = (
+        data.task == reasoning_tasks.COMPOSITE
+        and not config.evaluates
+        and reasoning_tasks.read_curriculum(data.task_params) is not None
+    )
     return TaskCurriculum(config, encoder) if is_moved else None

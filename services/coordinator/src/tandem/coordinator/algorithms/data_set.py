@@ -12,19 +12,8 @@ from tandem.common.messages import ImageRef, Purpose
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
+from tandem.samples import data_sets
 from tandem.samples.batch import SampleBatch, build_given_table
-from tandem.samples.data_sets import (
-    ChatEncoder,
-    ConversationRow,
-    ConversationWriter,
-    ItemLengths,
-    LazyDataset,
-    describe_capped_steps,
-    describe_left_out,
-    describe_set_aside,
-    encode_now,
-    load_conversations,
-)
 from tandem.samples.data_sets.item_checks import check_step_size
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.rows import image_rows
@@ -63,28 +52,30 @@ class DataSetAlgorithm(WithoutGeneration):
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         self._section = section = config.data_set_section
-        self._chat = ChatEncoder(config, tokenizer, learns_turns=self._learns_turns)
+        self._chat = data_sets.ChatEncoder(config, tokenizer, learns_turns=self._learns_turns)
         self._only_last = bool(getattr(section, "only_unmask_final", False))
         self.images = image_rows(config, tokenizer)
-        sets = load_conversations(config, self.images)
+        sets = data_sets.load_conversations(config, self.images)
         check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
         max_rows = num_validation if num_validation > 0 else None
         held_out = {name: part[:max_rows] for name, part in sets.held_out.items()}
         conversations = (each for each in itertools.chain(sets.train, *held_out.values()) if not each.is_text)
         self._chat.check_characters(
-            ((c.name, (c.prompt, *c.answers)) for c in conversations), ConversationWriter.literals(config)
+            ((c.name, (c.prompt, *c.answers)) for c in conversations), data_sets.ConversationWriter.literals(config)
         )
-        self._train = LazyDataset(config, sets.train, self._encode, sets.sizes, self._lengths())
-        self._validation = {name: encode_now(part, self._encode) for name, part in held_out.items()}
+        self._train = data_sets.LazyDataset(config, sets.train, self._encode, sets.sizes, self._lengths())
+        self._validation = {name: data_sets.encode_now(part, self._encode) for name, part in held_out.items()}
         num_held_out, num_kept = (sum(map(len, parts.values())) for parts in (held_out, self._validation))
         num_too_long = self._train.num_too_long + num_held_out - num_kept
         num_items = len(sets.train) + num_held_out
-        too_long = describe_left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
+        too_long = data_sets.describe_left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
         ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
         num_rows = len(sets.train) + len(sets.validation) + sets.num_set_aside
-        aside = describe_set_aside(sets.num_set_aside, num_rows)
-        capped = describe_capped_steps(config, self.num_steps, len(self._train), config.policy.train_global_batch_size)
+        aside = data_sets.describe_set_aside(sets.num_set_aside, num_rows)
+        capped = data_sets.describe_capped_steps(
+            config, self.num_steps, len(self._train), config.policy.train_global_batch_size
+        )
         self.notices = (*filter(None, (too_long, ties, aside, capped)), *self._chat.notices)
 
     @property
@@ -119,17 +110,17 @@ class DataSetAlgorithm(WithoutGeneration):
         """Return this many conversations in the order of training, from the first one of `step` on."""
         return self._train.draw((step - 1) * self._config.policy.train_global_batch_size, count)
 
-    def _lengths(self) -> ItemLengths[ConversationRow, Sequences] | None:
+    def _lengths(self) -> data_sets.ItemLengths[data_sets.ConversationRow, Sequences] | None:
         """Return how conversations are measured; None where images have tokens that no text has."""
         if self.images is not None:
             return None
-        return ItemLengths(
+        return data_sets.ItemLengths(
             text_bytes=lambda conversation: conversation.text_bytes,
             num_tokens=lambda sequences: max(len(sequence.token_ids) for sequence in sequences),
             limit=self._chat.prompt_limit,
         )
 
-    def _encode(self, conversation: ConversationRow) -> Sequences | None:
+    def _encode(self, conversation: data_sets.ConversationRow) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""
         name, prompt = conversation.name, conversation.prompt
         if conversation.is_text:

@@ -23,20 +23,8 @@ from tandem.coordinator.algorithms.places import StreamPlaces
 from tandem.coordinator.algorithms.step_batch import failure_metrics, metrics_by_origin, training_batch, turn_metrics
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.observe.run_folder.journal import StepRecord
+from tandem.samples import data_sets
 from tandem.samples.batch import SampleBatch
-from tandem.samples.data_sets import (
-    EncodedProblem,
-    LazyDataset,
-    PromptEncoder,
-    check_answers,
-    describe_capped_steps,
-    describe_left_out,
-    describe_repeats,
-    describe_set_aside,
-    encode_now,
-    load_problems,
-    sample_seed,
-)
 from tandem.samples.data_sets.item_checks import check_step_size
 from tandem.samples.images.markers import shown
 from tandem.samples.images.rows import image_rows
@@ -44,7 +32,7 @@ from tandem.samples.tokenizer import Tokenizer
 
 
 def validation_metrics(
-    config: Config, problems: Sequence[EncodedProblem], samples: Sequence[SampleScored]
+    config: Config, problems: Sequence[data_sets.EncodedProblem], samples: Sequence[SampleScored]
 ) -> dict[str, float]:
     """Return the metrics of a validation's samples of these problems."""
     if not samples:
@@ -68,7 +56,7 @@ def validation_metrics(
     }
 
 
-def describe_validation(problems: Sequence[EncodedProblem], samples: Sequence[SampleScored]) -> list[str]:
+def describe_validation(problems: Sequence[data_sets.EncodedProblem], samples: Sequence[SampleScored]) -> list[str]:
     """Describe samples of these problems by prompt, response and reward."""
     return [f"validation: {_question(problems[s.group])!r} -> {s.response!r} (reward {s.reward:g})" for s in samples]
 
@@ -81,7 +69,7 @@ def _pass_k(samples: Sequence[SampleScored]) -> float:
     return float(np.mean([*solved.values()]))
 
 
-def _question(encoded: EncodedProblem) -> str:
+def _question(encoded: data_sets.EncodedProblem) -> str:
     """Return the question of a problem, with labels for its images."""
     question = question_text(encoded.problem.question)
     return question if encoded.images is None else shown(question)
@@ -90,7 +78,7 @@ def _question(encoded: EncodedProblem) -> str:
 class _Drawn(NamedTuple):
     """A problem, and the prompt group that asks engines for samples of it."""
 
-    problem: EncodedProblem
+    problem: data_sets.EncodedProblem
     prompt_group: PromptGroup
     place: int
     """Place of the problem in the stream; of held-out problems, the number."""
@@ -109,8 +97,8 @@ class GrpoAlgorithm:
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         self.images = image_rows(config, tokenizer)
-        problems = load_problems(config, self.images)
-        encoder = PromptEncoder(config, tokenizer, problems.all_views)
+        problems = data_sets.load_problems(config, self.images)
+        encoder = data_sets.PromptEncoder(config, tokenizer, problems.all_views)
         # A run that only validates reads no training problems.
         train = [] if config.evaluates else problems.list_train(config.data)
         max_samples = config.rollout_section.max_val_samples
@@ -120,11 +108,13 @@ class GrpoAlgorithm:
         for problem in {(problem.data.environment or "", problem.set_name): problem for problem in train}.values():
             _find_teacher(config, problem.data.environment or "", problem.set_name)
         encoder.check_characters([*train, *held_out])
-        check_answers(config, [*train, *held_out])
+        data_sets.check_answers(config, [*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         lengths = encoder.lengths() if self.images is None else None
-        self._train = LazyDataset(config, train, encoder.encode, sizes, lengths)
-        self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
+        self._train = data_sets.LazyDataset(config, train, encoder.encode, sizes, lengths)
+        self._validation = [
+            problem for part in parts.values() for problem in data_sets.encode_now(part, encoder.encode)
+        ]
         self.places = StreamPlaces(config) if config.rollout_section.use_dynamic_sampling else None
         """Places that dynamic sampling draws from; None where each step has those after the step before it."""
         self.curriculum = make_curriculum(config, encoder)
@@ -137,13 +127,15 @@ class GrpoAlgorithm:
         """Whether metrics tell data sets or environments apart."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
-        too_long = describe_left_out(num_too_long, num_checked, num_items)
+        too_long = data_sets.describe_left_out(num_too_long, num_checked, num_items)
         num_aside = 0 if config.evaluates else problems.num_set_aside
         num_rows = len(self._train) + len(problems.validation) + num_aside
         size = config.rollout_section.num_prompts_per_batch
-        capped = describe_capped_steps(config, self.num_steps, len(self._train), size)
-        repeated = describe_repeats(config, len(self._train))
-        self.notices = tuple(filter(None, (too_long, describe_set_aside(num_aside, num_rows), repeated, capped)))
+        capped = data_sets.describe_capped_steps(config, self.num_steps, len(self._train), size)
+        repeated = data_sets.describe_repeats(config, len(self._train))
+        self.notices = tuple(
+            filter(None, (too_long, data_sets.describe_set_aside(num_aside, num_rows), repeated, capped))
+        )
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that only validates."""
         self._bad_token_ids = _find_bad_token_ids(config, tokenizer)
@@ -230,7 +222,7 @@ class GrpoAlgorithm:
             group=group,
             problem=encoded.problem,
             prompt_ids=encoded.prompt_ids,
-            seeds=tuple(sample_seed(seed, step, purpose, group, place) for place in range(num_samples)),
+            seeds=tuple(data_sets.sample_seed(seed, step, purpose, group, place) for place in range(num_samples)),
             environment=encoded.environment if self._has_several else "",
             images=encoded.images,
         )
@@ -280,7 +272,7 @@ def _find_bad_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[tuple[int
     return tuple(dict.fromkeys(sequence for sequences in words for sequence in sequences))
 
 
-def _add_teachers(config: Config, batch: SampleBatch, drawn: Mapping[int, EncodedProblem]) -> SampleBatch:
+def _add_teachers(config: Config, batch: SampleBatch, drawn: Mapping[int, data_sets.EncodedProblem]) -> SampleBatch:
     """Return the batch with the teacher of each sequence; `drawn` are the problems by rollout group."""
     numbers = {group: _find_teacher(config, each.environment, each.set_name) for group, each in drawn.items()}
     teacher_S = np.array([numbers[group] for group in batch.group_S.tolist()], dtype=np.int32)

@@ -19,17 +19,8 @@ from tandem.common.errors import ConfigError, ModelError, RunFolderError
 from tandem.common.user_code import shown
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
+from tandem.coordinator.api import configuration
 from tandem.coordinator.api.callbacks import Callback, ProgressLine, check_callbacks
-from tandem.coordinator.api.configuration import (
-    QUESTION,
-    CheckedRows,
-    ConfigurationBuilder,
-    make_placeholder_rows,
-    of_rewards,
-    of_rows,
-    rows_of,
-    settings_of,
-)
 from tandem.coordinator.api.handle import Run
 from tandem.coordinator.api.process import Mode, RunOrder, RunProcess
 from tandem.coordinator.api.reward_server import ProgramRewardServer
@@ -189,7 +180,7 @@ def train(
         RunFolderError: the run folder already holds a run; or, with `resume`, none, or one that differs.
     """
     mode = _mode(resume=resume, restart=restart, from_step=from_step)
-    settings = settings_of(config, overrides)
+    settings = configuration.settings_of(config, overrides)
     observers = (*check_callbacks(callbacks), *([ProgressLine()] if progress and not show else []))
     check_objects(model, tokenizer)
     functions = None if rewards is None else reward_functions(rewards, reward_weights)
@@ -197,7 +188,7 @@ def train(
         raise ConfigError("reward_weights: there are no rewards to weigh")
     if validation_dataset is not None and dataset is None:
         raise ConfigError("validation_dataset: give dataset as well")
-    of_functions = {} if functions is None else of_rewards(functions, solved_at)
+    of_functions = {} if functions is None else configuration.of_rewards(functions, solved_at)
     with _save_objects(settings, model, tokenizer, mode) as (settings, objects):
         final, files = _add_data(settings, of_functions, dataset, validation_dataset, mode)
         if functions is not None:
@@ -217,15 +208,15 @@ def train(
 
 @contextlib.contextmanager
 def _save_objects(
-    settings: ConfigurationBuilder, model: object, tokenizer: object, mode: Mode
-) -> Iterator[tuple[ConfigurationBuilder, SavedObjects | None]]:
+    settings: configuration.ConfigurationBuilder, model: object, tokenizer: object, mode: Mode
+) -> Iterator[tuple[configuration.ConfigurationBuilder, SavedObjects | None]]:
     """Save a model and a tokenizer, and yield the settings that name their folder."""
     if model is None and tokenizer is None:
         yield settings, None
         return
     # To find the run folder; rewards and data do not matter yet.
     first = settings.apply_argument(make_placeholders(model, tokenizer))
-    config = first.built(of_rewards((), 1.0), {**make_placeholder_rows()})
+    config = first.built(configuration.of_rewards((), 1.0), {**configuration.make_placeholder_rows()})
     if mode == "new":
         _refuse_folder(config, mode)  # before gigabytes are written
     with save_objects(model, tokenizer, Path(config.logger.log_dir)) as objects:
@@ -247,13 +238,17 @@ def _source(config: object) -> str:
 
 
 def _add_data(
-    settings: ConfigurationBuilder, of_functions: Mapping[str, Any], dataset: object, validation: object, mode: Mode
-) -> tuple[Config, dict[Path, CheckedRows]]:
+    settings: configuration.ConfigurationBuilder,
+    of_functions: Mapping[str, Any],
+    dataset: object,
+    validation: object,
+    mode: Mode,
+) -> tuple[Config, dict[Path, configuration.CheckedRows]]:
     """Return the configuration, and the rows to write to the files that it names."""
     if dataset is None and mode != "resume":
         return settings.built(of_functions), {}
     # To find the run folder and the configured columns; rewards do not matter yet.
-    first = settings.built(of_functions or of_rewards((), 1.0), make_placeholder_rows())
+    first = settings.built(of_functions or configuration.of_rewards((), 1.0), configuration.make_placeholder_rows())
     folder = Path(first.logger.log_dir)
     earlier = _rows_of_run(folder, has_rewards=bool(of_functions)) if mode == "resume" else None
     says_how_many = settings.says_what_is_held_out
@@ -262,12 +257,12 @@ def _add_data(
             return settings.built(of_functions), {}
         train_path, validation_path, num_before = earlier
         return settings.built(
-            of_functions, of_rows(train_path, validation_path, None if says_how_many else num_before)
+            of_functions, configuration.of_rows(train_path, validation_path, None if says_how_many else num_before)
         ), {}
-    train = rows_of(dataset, first.data, "dataset")
+    train = configuration.rows_of(dataset, first.data, "dataset")
     files = {train.path(folder, "train"): train}
     if validation is not None:
-        held_out = rows_of(validation, first.data, "validation_dataset")
+        held_out = configuration.rows_of(validation, first.data, "validation_dataset")
         files[held_out.path(folder, "validation")] = held_out
     paths = (*map(str, files), None)[:2]
     for path, before, name in zip(paths, (earlier or paths)[:2], ("dataset", "validation_dataset"), strict=True):
@@ -276,7 +271,7 @@ def _add_data(
     num_held_out = None
     if not says_how_many and validation is None:
         num_held_out = share_held_out(train.num_rows) if earlier is None else earlier[2]
-    return settings.built(of_functions, of_rows(paths[0], paths[1], num_held_out)), files
+    return settings.built(of_functions, configuration.of_rows(paths[0], paths[1], num_held_out)), files
 
 
 def _rows_of_run(folder: Path, *, has_rewards: bool) -> tuple[str | None, str | None, int | None] | None:
@@ -294,7 +289,7 @@ def _rows_of_run(folder: Path, *, has_rewards: bool) -> tuple[str | None, str | 
     if config.generates and data.environment == PYTHON_REWARDS and not has_rewards:
         names = ", ".join(config.env[PYTHON_REWARDS].kwargs["functions"])
         raise ConfigError(f"rewards: functions of a program ({names}) score the samples of {folder}: give them again")
-    if data.input_key != QUESTION:
+    if data.input_key != configuration.QUESTION:
         return None
     return data.train_data_path, data.val_data_path, data.num_validation
 

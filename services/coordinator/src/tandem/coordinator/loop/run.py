@@ -22,18 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common import signals
-from tandem.common.errors import (
-    CommandFailed,
-    DamagedCheckpoint,
-    DeadlineExceeded,
-    ModelError,
-    RunFolderError,
-    ServiceError,
-    ServiceLost,
-    TandemError,
-)
-from tandem.common.messages import Shutdown
+from tandem.common import errors, messages, signals
 from tandem.config import Config
 from tandem.config.model_names import fetch_models
 from tandem.coordinator.loop.assembling import RunSnapshot, assemble, describe_processes, find_first_command_id, lasting
@@ -118,7 +107,7 @@ def _run_prerequisite(invocation: CommandInvocation, prerequisite: CheckedConfig
     invocation.say(f"prerequisite {prerequisite.source}: making {models}")
     try:
         return run(invocation.of_prerequisite(prerequisite, mode))
-    except DamagedCheckpoint as error:
+    except errors.DamagedCheckpoint as error:
         error.config_file = error.config_file or prerequisite.source
         raise
 
@@ -129,7 +118,9 @@ def _adopt_model(invocation: CommandInvocation, prerequisite: CheckedConfig) -> 
     for key, name in list_missing_models(config).items():
         checkpoints = checkpoints_of(Path(prerequisite.config.logger.log_dir), prerequisite.config)
         last = "".join(f"; its last checkpoint is {checkpoints.folder_of(step)}" for step in checkpoints.steps()[-1:])
-        raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist{last}")
+        raise errors.ModelError(
+            f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist{last}"
+        )
     _look_through_models(invocation)
     if invocation.mode == "resume" and not has_begun(config):
         return msgspec.structs.replace(invocation, mode="new")  # the prerequisite was interrupted
@@ -140,16 +131,16 @@ def record_outcome(journal: Journal, carry_out: Callable[[], FinishRun]) -> Fini
     """Carry out a run; write its outcome to the journal, also if it ends with a `TandemError`."""
     try:
         finish = carry_out()
-    except TandemError as error:
+    except errors.TandemError as error:
         _note_end(journal, FinishRun(outcome="failed"), error)
         raise
     _note_end(journal, finish, finish.error)
     return finish
 
 
-def _note_end(journal: Journal, finish: FinishRun, error: TandemError | None) -> None:
+def _note_end(journal: Journal, finish: FinishRun, error: errors.TandemError | None) -> None:
     detail = f" ({type(error).__name__}): {error}" if error is not None else ""
-    with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the failure
+    with contextlib.suppress(errors.RunFolderError):  # a full disk may be the reason for the failure
         journal.record_event("coordinator", f"the run {SAID[finish.outcome]}{detail}")
 
 
@@ -299,7 +290,7 @@ class RunAttempts:
             try:
                 finish = self._run_loop(loop)
                 damage = resuming.damage_in(finish, start)
-            except DamagedCheckpoint as damaged:
+            except errors.DamagedCheckpoint as damaged:
                 damage = damaged
             if damage is not None:
                 self._stop("failed")  # first, since reading other checkpoints takes a while
@@ -340,15 +331,15 @@ class RunAttempts:
         self._snapshot = msgspec.structs.replace(self._snapshot, replaced_at=(*recent, *[now] * num_lost))
         return lost
 
-    def _lost_with(self, error: ServiceError, step: int) -> dict[str, str]:
+    def _lost_with(self, error: errors.ServiceError, step: int) -> dict[str, str]:
         """Return the lost process behind an error, with the reason; empty if the error has another cause."""
         if error.process == "coordinator" or error.phase == EngineStatus.ABSENT.value:  # a process never joined
             return {}
-        if isinstance(error, ServiceLost | DeadlineExceeded):
+        if isinstance(error, errors.ServiceLost | errors.DeadlineExceeded):
             return {error.process: error.what}
         # After one rank is lost, others fail at once; the loss of one started by hand is noticed later.
         peers = [name for name in self._registry.processes if _is_trainer(name) and name != error.process]
-        if not isinstance(error, CommandFailed) or not _is_trainer(error.process):
+        if not isinstance(error, errors.CommandFailed) or not _is_trainer(error.process):
             return {}
         if not all(map(self._lasting.processes.has_launched, peers)) and (lost := self._silent_among(peers)):
             return lost
@@ -398,7 +389,9 @@ class RunAttempts:
 
     def _stop(self, outcome: Outcome) -> None:
         """End every process: ask, wait, kill."""
-        self._registry.broadcast(Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}"))
+        self._registry.broadcast(
+            messages.Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}")
+        )
         self._lasting.known_processes.end()
         self._lasting.processes.stop(grace_s=_GRACE_AFTER_FAILURE_S if outcome == "failed" else _GRACE_S)
 

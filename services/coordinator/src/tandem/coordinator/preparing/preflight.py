@@ -42,15 +42,10 @@ from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
 from tandem.launch.launch import make_importable
 from tandem.launch.nodes import launched_processes
 from tandem.launch.page_process import open_page_socket
+from tandem.launch.preparing import needed_models
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.launch.preparing.custom_code import import_apart
 from tandem.launch.preparing.hub_data import find_data
-from tandem.launch.preparing.needed_models import (
-    find_model_differences,
-    find_model_problem,
-    find_on_hub,
-    list_missing_models,
-)
 from tandem.observe.run_folder.journal import read_journal
 from tandem.samples.model_files import check_new_model_type, inline_templates, load_tokenizer, write_new_model
 from tandem.samples.routed_experts import replayed_experts
@@ -155,7 +150,7 @@ def _look_through(
         if path in wanted_by:
             raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a cycle")
         its_config = load_config(path)
-        if has_begun(its_config) or list_missing_models(config):
+        if has_begun(its_config) or needed_models.list_missing_models(config):
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
@@ -171,7 +166,7 @@ def _look_through(
         about_data: list[str] = []
         is_found = has_data = False
         with _note_problems(problems):
-            config, about_model = find_on_hub(config, mode, earlier[0].config if earlier else None)
+            config, about_model = needed_models.find_on_hub(config, mode, earlier[0].config if earlier else None)
             is_found = True
         with _note_problems(problems):  # whatever the models are
             config, about_data = find_data(config, mode)
@@ -337,13 +332,13 @@ def _is_made_later(config: Config, mode: Mode, earlier: tuple[CheckedConfig, Tok
     """Return whether this run, or the one before it, makes its model's folder, perhaps in place of an existing one."""
     if not Path(config.policy.model_name).exists():
         return True
-    is_changed = (earlier is not None and differences(earlier[0])) or find_model_differences(config)
+    is_changed = (earlier is not None and differences(earlier[0])) or needed_models.find_model_differences(config)
     return mode == "restart" and bool(is_changed)
 
 
 def _check_model(config: Config, mode: Mode, earlier: tuple[CheckedConfig, Tokenizer] | None) -> list[str]:
     """Check the folder of a model that exists and stays; other checks report what is missing."""
-    if _is_made_later(config, mode, earlier) or find_model_problem(config) is not None:
+    if _is_made_later(config, mode, earlier) or needed_models.find_model_problem(config) is not None:
         return []
     return check_model(config)
 
@@ -356,10 +351,10 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Checked
         check_new_model_type(policy.new_model.config)
     if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
         earlier[1].save(model_folder := scratch / "model")
-    elif (problem := find_model_problem(config)) is not None:
+    elif (problem := needed_models.find_model_problem(config)) is not None:
         raise ModelError(problem)
     elif policy.new_model is not None and (
-        not folder.exists() or (mode == "restart" and find_model_differences(config))
+        not folder.exists() or (mode == "restart" and needed_models.find_model_differences(config))
     ):
         write_new_model(model_folder := scratch / "model", policy.new_model)
     else:

@@ -14,7 +14,7 @@ from tandem.common.messages import PromptGroup
 from tandem.common.texts import shorten
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
-from tandem.launch.module_process import ModuleProcess
+from tandem.launch.preparing.custom_code import ModuleProcess
 from tandem.samples.reference_scores import MODULE, ReferenceAnswer, ReferenceScore, ScoringOrder, encode_order
 
 _BEST = 1.0

@@ -31,15 +31,7 @@ from tandem.rollout.agents.players import make_player
 from tandem.rollout.agents.programs import ProgramChanged, ProgramLauncher
 from tandem.rollout.agents.session import EpisodeSession
 from tandem.rollout.engine import Engine, EngineCompletion
-from tandem.rollout.environments import Score
-from tandem.rollout.environments.outcomes import (
-    MOST_RETRIES,
-    Failure,
-    FaultPolicy,
-    UnscoredResponse,
-    failure_of,
-    timed_out,
-)
+from tandem.rollout.environments import Score, outcomes
 from tandem.rollout.openai_api.app import api_routes
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.images import limits_of, stored_images
@@ -63,7 +55,7 @@ class PlayedEpisode(NamedTuple):
 
     number: int
     session: EpisodeSession
-    score: Score | UnscoredResponse
+    score: Score | outcomes.UnscoredResponse
 
 
 class RolloutAgents:
@@ -86,9 +78,9 @@ class RolloutAgents:
         if tokenizer.sees:
             limits = limits_of(config.data.max_image_pixels)
             self._images = stored_images(image_folder(config), limits)
-        self._faults = FaultPolicy(config)
+        self._faults = outcomes.FaultPolicy(config)
         self._driver = EngineDriver(engine, step=step)
-        self._ended: queue.SimpleQueue[tuple[Episode, Score | Failure] | Exception] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[Episode, Score | outcomes.Failure] | Exception] = queue.SimpleQueue()
         self._wanted: set[int] = set()
         """Numbers of the episodes that the service still waits for."""
         # Before any thread starts.
@@ -141,9 +133,11 @@ class RolloutAgents:
             if episode.number in self._wanted:
                 self._wanted.discard(episode.number)
                 session = episode.session
-                if isinstance(outcome, Failure):
+                if isinstance(outcome, outcomes.Failure):
                     messages = [message for exchange in session.exchanges[-1:] for message in exchange.messages]
-                    judged: Score | UnscoredResponse = self._faults.judged(session.group.problem, messages, outcome)
+                    judged: Score | outcomes.UnscoredResponse = self._faults.judged(
+                        session.group.problem, messages, outcome
+                    )
                 else:
                     judged = outcome
                     self._faults.succeeded()
@@ -192,7 +186,7 @@ class RolloutAgents:
         """Have an episode played; start it over if its program was killed from outside."""
         try:
             async with self._room:
-                for num_left in reversed(range(1 + MOST_RETRIES)):
+                for num_left in reversed(range(1 + outcomes.MOST_RETRIES)):
                     if await self._play_now(begin(), is_last=not num_left):
                         return
         except Exception as error:  # our own failure, not an agent's
@@ -208,9 +202,9 @@ class RolloutAgents:
             await asyncio.wait({playing, episode.told}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             episode.is_over = True
             outcome = self._outcome(episode, playing)
-            if isinstance(outcome, Failure) and outcome.timed_out and self._was_stopped_since(began):
-                outcome = Failure(f"its program was stopped from outside, and {outcome.what}", was_killed=True)
-            if isinstance(outcome, Failure) and outcome.was_killed and not is_last:
+            if isinstance(outcome, outcomes.Failure) and outcome.timed_out and self._was_stopped_since(began):
+                outcome = outcomes.Failure(f"its program was stopped from outside, and {outcome.what}", was_killed=True)
+            if isinstance(outcome, outcomes.Failure) and outcome.was_killed and not is_last:
                 return False
             self._ended.put((episode, outcome))
             if episode.told.done():
@@ -222,15 +216,15 @@ class RolloutAgents:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
 
-    def _outcome(self, episode: Episode, playing: asyncio.Task[Score | Failure]) -> Score | Failure:
+    def _outcome(self, episode: Episode, playing: asyncio.Task[Score | outcomes.Failure]) -> Score | outcomes.Failure:
         if episode.told.done():
             return episode.told.result()
         if not playing.done():
-            return timed_out(self._settings.timeout_s)
+            return outcomes.timed_out(self._settings.timeout_s)
         error = playing.exception()
         if isinstance(error, OSError | HelperLost | ProgramChanged):  # no program could be started
             raise error
-        return playing.result() if error is None else failure_of(error, "")
+        return playing.result() if error is None else outcomes.failure_of(error, "")
 
     def _was_stopped_since(self, began: float) -> bool:
         """Tell whether programs could not play, so that they are not slow; have another launcher if need be."""

@@ -15,19 +15,9 @@ from collections.abc import Collection
 from tandem.common.messages import EngineServer, Problem
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
+from tandem.rollout.environments import outcomes
 from tandem.rollout.environments.environment import HEAVY, Score, Turn, is_multi_turn
 from tandem.rollout.environments.making import make_environment, runs_in
-from tandem.rollout.environments.outcomes import (
-    EnvironmentCall,
-    Failure,
-    FaultPolicy,
-    Outcome,
-    ScoringCall,
-    UnscoredResponse,
-    outcome_of,
-    step_of,
-    timed_out,
-)
 from tandem.rollout.environments.printing import bounded, say_left_out
 from tandem.rollout.environments.processes.guarded import WorkerForkServer
 from tandem.rollout.environments.processes.workers import WorkerPool
@@ -46,15 +36,15 @@ class ThreadPool:
         self.is_multi_turn = is_multi_turn(environment)
         self._timeout_s = settings.timeout_s
         self._module = (settings.class_path or "").rpartition(".")[0]
-        self._step = step_of(environment)
-        self._waiting: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
-        self.outcomes: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
-        self._at_work: dict[threading.Thread, EnvironmentCall | None] = {}
+        self._step = outcomes.step_of(environment)
+        self._waiting: queue.SimpleQueue[outcomes.EnvironmentCall | None] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[outcomes.EnvironmentCall, outcomes.Outcome]] = queue.SimpleQueue()
+        self._at_work: dict[threading.Thread, outcomes.EnvironmentCall | None] = {}
         """Current job of each thread."""
         for _ in range(settings.num_workers):
             self._start()
 
-    def submit(self, job: EnvironmentCall) -> None:
+    def submit(self, job: outcomes.EnvironmentCall) -> None:
         """Queue a job."""
         self._waiting.put(job)
 
@@ -65,7 +55,7 @@ class ThreadPool:
             if job is not None and job.started is not None and now - job.started > self._timeout_s:
                 del self._at_work[thread]
                 self._start()
-                self.outcomes.put((job, timed_out(self._timeout_s)))
+                self.outcomes.put((job, outcomes.timed_out(self._timeout_s)))
 
     def close(self) -> None:
         """Tell the threads to end; one that hangs is left to the end of the process."""
@@ -87,7 +77,7 @@ class ThreadPool:
                 continue
             job.started = time.monotonic()
             self._at_work[me] = job
-            outcome = outcome_of(job.call, self._call, is_multi_turn=self.is_multi_turn, module=self._module)
+            outcome = outcomes.outcome_of(job.call, self._call, is_multi_turn=self.is_multi_turn, module=self._module)
             if self._at_work.get(me) is not job:
                 return  # its call was given up
             self._at_work[me] = None
@@ -115,13 +105,13 @@ class EnvironmentScorer:
         self._program = program
         self._name = str(config.data.environment)
         settings = config.env[self._name]
-        self._faults = FaultPolicy(config)
+        self._faults = outcomes.FaultPolicy(config)
         self.is_multi_turn = False
         """Whether a response may be answered; otherwise each is scored."""
         is_apart = settings.is_custom or settings.judge or settings.is_reward_model or self._name in HEAVY
         self._server = WorkerForkServer(config) if is_apart else None
         self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
-        self._wanted: dict[int, EnvironmentCall] = {}
+        self._wanted: dict[int, outcomes.EnvironmentCall] = {}
         self._num_calls = 0
 
     def await_ready(self, engine: EngineServer | None = None) -> None:
@@ -150,11 +140,13 @@ class EnvironmentScorer:
     def submit(self, key: int, problem: Problem, conversation: Messages, step: int | None = None) -> None:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
         self._num_calls += 1
-        self._wanted[key] = job = EnvironmentCall(key, ScoringCall(self._num_calls, problem, conversation, step))
+        self._wanted[key] = job = outcomes.EnvironmentCall(
+            key, outcomes.ScoringCall(self._num_calls, problem, conversation, step)
+        )
         assert self._pool is not None, "await_ready comes first"
         self._pool.submit(job)
 
-    def poll(self) -> list[tuple[int, Score | Turn | UnscoredResponse]]:
+    def poll(self) -> list[tuple[int, Score | Turn | outcomes.UnscoredResponse]]:
         """Return what is ready, in the order in which it became ready.
 
         Raises `RewardError` if a failure of the environment ends the run.
@@ -162,17 +154,17 @@ class EnvironmentScorer:
         pool = self._pool
         assert pool is not None, "await_ready comes first"
         pool.check()
-        results: list[tuple[int, Score | Turn | UnscoredResponse]] = []
+        results: list[tuple[int, Score | Turn | outcomes.UnscoredResponse]] = []
         while not pool.outcomes.empty():
             job, outcome = pool.outcomes.get()
             is_wanted = self._wanted.get(job.key) is job
             if is_wanted:
                 del self._wanted[job.key]
             # A thread that is stuck with an abandoned call is stuck all the same.
-            if is_wanted or (isinstance(outcome, Failure) and outcome.timed_out):
+            if is_wanted or (isinstance(outcome, outcomes.Failure) and outcome.timed_out):
                 result = (
                     self._faults.judged(job.call.problem, job.call.conversation, outcome)
-                    if isinstance(outcome, Failure)
+                    if isinstance(outcome, outcomes.Failure)
                     else outcome
                 )
                 if is_wanted:
@@ -185,9 +177,9 @@ class EnvironmentScorer:
             if (job := self._wanted.pop(key, None)) is not None:
                 job.is_wanted = False
 
-    def refuse(self, problem: Problem, conversation: Messages, reason: str) -> UnscoredResponse:
+    def refuse(self, problem: Problem, conversation: Messages, reason: str) -> outcomes.UnscoredResponse:
         """Judge the environment's answer that cannot be used. Raises `RewardError` if that ends the run."""
-        return self._faults.judged(problem, conversation, Failure(reason))
+        return self._faults.judged(problem, conversation, outcomes.Failure(reason))
 
     def close(self) -> None:
         """End what runs the environment; a thread that hangs is left to the end of the process."""
@@ -219,9 +211,9 @@ class RunEnvironments:
         for scorer in self._scorers:
             scorer.await_ready(engine)
 
-    def poll(self) -> list[tuple[int, Score | Turn | UnscoredResponse]]:
+    def poll(self) -> list[tuple[int, Score | Turn | outcomes.UnscoredResponse]]:
         """Return what is ready. Raises `RewardError` where a failure of an environment ends the run."""
-        ready: list[tuple[int, Score | Turn | UnscoredResponse]] = []
+        ready: list[tuple[int, Score | Turn | outcomes.UnscoredResponse]] = []
         for scorer in self._scorers:
             ready += scorer.poll()
         return ready

@@ -24,17 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.rollout.openai_api import protocol
-from tandem.rollout.openai_api.choices import (
-    ChatView,
-    CompletionView,
-    GenerationJob,
-    ResponseView,
-    chat_job,
-    collect,
-    completion_job,
-    grow,
-)
+from tandem.rollout.openai_api import choices, protocol
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, read_body, too_late, unauthorised
 
@@ -43,7 +33,8 @@ Find = Callable[[Request], ServedModel]
 _JSON = "application/json"
 T = TypeVar("T")
 Begin = Callable[
-    [ServedModel, bytes], tuple[protocol.ChatRequest | protocol.CompletionRequest, GenerationJob, ResponseView]
+    [ServedModel, bytes],
+    tuple[protocol.ChatRequest | protocol.CompletionRequest, choices.GenerationJob, choices.ResponseView],
 ]
 """Function that reads a request's body."""
 _ONLY_OF_TEXTS = {"add_special_tokens": (False,)}
@@ -228,11 +219,13 @@ class OpenaiPaths:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[protocol.ChatRequest, GenerationJob, ResponseView]:
+        def begin(
+            model: ServedModel, body: bytes
+        ) -> tuple[protocol.ChatRequest, choices.GenerationJob, choices.ResponseView]:
             chat_request = protocol.read_request(body, protocol.ChatRequest)
             model.check_name(chat_request.model)
-            job = chat_job(model, chat_request)
-            return chat_request, job, ChatView(model, chat_request, job)
+            job = choices.chat_job(model, chat_request)
+            return chat_request, job, choices.ChatView(model, chat_request, job)
 
         return await self._carry_out(request, begin)
 
@@ -241,11 +234,13 @@ class OpenaiPaths:
         from tandem.rollout.openai_api.responses_request import chat_fields_renamed, read_responses_request
         from tandem.rollout.openai_api.responses_view import ResponsesView
 
-        def begin(model: ServedModel, body: bytes) -> tuple[protocol.ChatRequest, GenerationJob, ResponseView]:
+        def begin(
+            model: ServedModel, body: bytes
+        ) -> tuple[protocol.ChatRequest, choices.GenerationJob, choices.ResponseView]:
             responses_request, chat_request = read_responses_request(body)
             model.check_name(chat_request.model)
             with chat_fields_renamed():
-                job = chat_job(model, chat_request)
+                job = choices.chat_job(model, chat_request)
             return chat_request, job, ResponsesView(model, responses_request, chat_request, job)
 
         return await self._carry_out(request, begin)
@@ -253,11 +248,13 @@ class OpenaiPaths:
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[protocol.CompletionRequest, GenerationJob, ResponseView]:
+        def begin(
+            model: ServedModel, body: bytes
+        ) -> tuple[protocol.CompletionRequest, choices.GenerationJob, choices.ResponseView]:
             completion_request = protocol.read_request(body, protocol.CompletionRequest)
             model.check_name(completion_request.model)
-            job = completion_job(model, completion_request)
-            return completion_request, job, CompletionView(model, completion_request, job)
+            job = choices.completion_job(model, completion_request)
+            return completion_request, job, choices.CompletionView(model, completion_request, job)
 
         return await self._carry_out(request, begin)
 
@@ -288,7 +285,7 @@ class OpenaiPaths:
                 if generation_request.stream:
                     events = _events(model, generation_request, job, view)
                     return EventStream(events, self._deadline_s, view.encode_error)
-                pieces = await _while_there(request.receive, collect(model, generation_request, job))
+                pieces = await _while_there(request.receive, choices.collect(model, generation_request, job))
         except TimeoutError:
             return as_response(too_late(self._deadline_s))
         except (ConfigError, DataError) as error:  # from a chat template, or a text without tokens
@@ -333,8 +330,8 @@ class EventStream(Response):
 async def _events(
     model: ServedModel,
     request: protocol.ChatRequest | protocol.CompletionRequest,
-    job: GenerationJob,
-    view: ResponseView,
+    job: choices.GenerationJob,
+    view: choices.ResponseView,
 ) -> AsyncGenerator[bytes, None]:
     """Yield a stream; an error after its beginning becomes one of its events."""
     shows_tokens = request.return_token_ids or request.wants_logprobs
@@ -342,7 +339,7 @@ async def _events(
     try:
         for first in view.begin():
             yield view.encode(first)
-        async with contextlib.aclosing(grow(model, request, job)) as growing:
+        async with contextlib.aclosing(choices.grow(model, request, job)) as growing:
             async for number, piece in growing:
                 num_tokens += len(piece.token_ids)
                 if piece.text or piece.reasoning or piece.tool_calls or piece.finish_reason or shows_tokens:

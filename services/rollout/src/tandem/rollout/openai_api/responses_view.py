@@ -13,13 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.rollout.openai_api.choices import (
-    GenerationJob,
-    ResponsePiece,
-    describe_tokens,
-    encode_event,
-    versions_of,
-)
+from tandem.rollout.openai_api import choices
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.protocol import ChatRequest, ToolCall
 from tandem.rollout.openai_api.refusals import OpenAIRefused
@@ -39,7 +33,7 @@ class ResponsesView:
     """A stream ends with its last event."""
 
     def __init__(
-        self, model: ServedModel, request: ResponsesRequest, chat_request: ChatRequest, job: GenerationJob
+        self, model: ServedModel, request: ResponsesRequest, chat_request: ChatRequest, job: choices.GenerationJob
     ) -> None:
         self._model = model
         self._request = request
@@ -55,9 +49,9 @@ class ResponsesView:
         self._token_logprobs: list[Any] = []
         """Log-probabilities since the last text of a message."""
         self._reasoning: list[str] = []
-        self._pieces: list[ResponsePiece] = []
+        self._pieces: list[choices.ResponsePiece] = []
 
-    def answer(self, pieces: Sequence[ResponsePiece]) -> ResponseEvent:
+    def answer(self, pieces: Sequence[choices.ResponsePiece]) -> ResponseEvent:
         """Return the whole answer."""
         (piece,) = pieces
         for _ in self.chunks(0, piece):
@@ -71,11 +65,11 @@ class ResponsesView:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
-    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[ResponseEvent]:
+    def chunks(self, number: int, piece: choices.ResponsePiece) -> Iterator[ResponseEvent]:
         """Yield the events of a piece of the response."""
         self._pieces.append(piece)
         if self._request.wants_logprobs:
-            self._token_logprobs += msgspec.to_builtins(describe_tokens(self._model, self._chat_request, piece))
+            self._token_logprobs += msgspec.to_builtins(choices.describe_tokens(self._model, self._chat_request, piece))
         if piece.reasoning:
             self._reasoning.append(piece.reasoning)
             yield from self._add_text("reasoning", piece.reasoning)
@@ -92,7 +86,7 @@ class ResponsesView:
 
     def encode(self, chunk: ResponseEvent) -> bytes:
         """Return an event of a stream."""
-        return encode_event(msgspec.json.encode(chunk), chunk["type"])
+        return choices.encode_event(msgspec.json.encode(chunk), chunk["type"])
 
     def encode_error(self, error: OpenAIRefused) -> bytes:
         """Return an error after the beginning of a stream; clients of chats look for it in ``error``."""
@@ -221,7 +215,7 @@ class ResponsesView:
             "usage": self._usage() if is_over else None,
             **echo_fields(self._request),
         }
-        versions = versions_of(self._model, self._pieces)
+        versions = choices.versions_of(self._model, self._pieces)
         return response | ({"weight_versions": versions} if is_over and versions is not msgspec.UNSET else {})
 
     def _usage(self) -> dict[str, Any]:

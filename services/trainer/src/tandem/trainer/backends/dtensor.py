@@ -38,11 +38,9 @@ from tandem.trainer import exposed_weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizers
 from tandem.trainer.backends.building import ModelBuilder
-from tandem.trainer.backends.holding import HoldingBackend
-from tandem.trainer.backends.offload import OffloadedStorages, state_of
+from tandem.trainer.backends.holding import HoldingBackend, OffloadedStorages, as_at_the_start, shards_of, state_of
 from tandem.trainer.backends.optimizers import make_optimizer, make_scheduler
 from tandem.trainer.backends.sharding import RankMesh
-from tandem.trainer.backends.starting_adapters import as_at_the_start, shards_of
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores

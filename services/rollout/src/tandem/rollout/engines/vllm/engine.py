@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.errors import DataError, ModelError, TandemError
-from tandem.config.installed.speculation import KEY
-from tandem.config.installed.vllm_arguments import select_forwarded
+from tandem.config.installed.vllm_arguments import SPECULATION, select_forwarded
 from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, PromptScores, SequenceRequest
 from tandem.rollout.engines.refitted import RefittedEngine
@@ -389,8 +388,8 @@ def _likeliest(logprobs: Mapping[int, Any], request: SequenceRequest) -> Alterna
 def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of vLLM's engine. Raises `ConfigError` for an argument in `extra` that it does not take."""
     further = select_forwarded(extra)
-    if further.get(KEY) is not None:
-        further[KEY] = engine_argument(further[KEY], settings)
+    if further.get(SPECULATION) is not None:
+        further[SPECULATION] = engine_argument(further[SPECULATION], settings)
     overrides, dtype = insides.architectures(model_folder), settings.precision
     if settings.precision == float8.PRECISION:
         overrides["quantization_config"] = float8.quantization_config(insides.read_config(model_folder))

@@ -23,7 +23,7 @@ import torch
 from torch import get_num_threads, set_num_threads  # vLLM's worker replaces the latter by one that does nothing
 
 from tandem.common.errors import ModelError
-from tandem.config.installed.speculation import BY_MODEL, KEY, METHODS
+from tandem.config.installed.vllm_arguments import DRAFT_METHODS, DRAFTED_BY_MODEL, SPECULATION
 from tandem.config.schema.generation import VllmCfg
 
 _UNSEARCHABLE = "llvmlite.binding.ffi"
@@ -33,17 +33,19 @@ _UNSEARCHABLE = "llvmlite.binding.ffi"
 def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any]:
     """Return the value of vLLM's argument. Raises `ModelError` if what the method needs is missing."""
     arguments = {name: value for name, value in settings.items() if value is not None}
-    assert arguments["method"] in METHODS, "others are refused by the configuration"
-    if arguments["method"] in BY_MODEL:
+    assert arguments["method"] in DRAFT_METHODS, "others are refused by the configuration"
+    if arguments["method"] in DRAFTED_BY_MODEL:
         if not Path(arguments["model"]).is_dir():
-            raise ModelError(f"policy.generation.vllm_kwargs.{KEY}.model: {arguments['model']} is not a folder")
+            raise ModelError(f"policy.generation.vllm_kwargs.{SPECULATION}.model: {arguments['model']} is not a folder")
         return {
             **arguments,
             "draft_tensor_parallel_size": vllm.tensor_parallel_size,
             "draft_load_config": {"load_format": "safetensors", "use_tqdm_on_load": False},
         }
     if importlib.util.find_spec("numba") is None:
-        raise ModelError(f"policy.generation.vllm_kwargs.{KEY}: vLLM finds n-grams by numba, which is not installed")
+        raise ModelError(
+            f"policy.generation.vllm_kwargs.{SPECULATION}: vLLM finds n-grams by numba, which is not installed"
+        )
     return arguments
 
 

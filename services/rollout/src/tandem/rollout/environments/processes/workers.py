@@ -24,13 +24,7 @@ from tandem.common.messages import EngineServer
 from tandem.common.process_lifetime import continue_stopped, is_stopped
 from tandem.common.user_code import line
 from tandem.config import Config
-from tandem.rollout.environments.outcomes import (
-    KILLED_FROM_OUTSIDE,
-    EnvironmentCall,
-    Failure,
-    Outcome,
-    timed_out,
-)
+from tandem.rollout.environments import outcomes
 from tandem.rollout.environments.processes import channel
 from tandem.rollout.environments.processes.guarded import WorkerForkServer, ask_guardian
 from tandem.rollout.environments.processes.losing import WaitingJobs, WorkerLosses
@@ -78,7 +72,7 @@ class EnvironmentWorker:
         """Whether it does several calls at once."""
         self.batch_size = 0
         """Calls in a batch, if it scores batches; else 0."""
-        self.jobs: dict[int, EnvironmentCall] = {}
+        self.jobs: dict[int, outcomes.EnvironmentCall] = {}
         """Jobs by the numbers of their calls, in the order in which they were sent."""
         self.since = time.monotonic()
         """When its current work began."""
@@ -102,7 +96,7 @@ class EnvironmentWorker:
         ahead = min(_MOST_AHEAD, max(1, int(_AHEAD_S / self.mean_s)))
         return min(ahead, share) - len(self.jobs) if len(self.jobs) <= ahead // 2 else 0
 
-    def give(self, job: EnvironmentCall, message: bytes) -> None:
+    def give(self, job: outcomes.EnvironmentCall, message: bytes) -> None:
         """Append a job to those it has."""
         job.started = time.monotonic()
         if not self.jobs:
@@ -111,7 +105,7 @@ class EnvironmentWorker:
         self.is_alone = job.alone
         self.outgoing += message
 
-    def take(self, answer: channel.CallOutcome) -> EnvironmentCall | None:
+    def take(self, answer: channel.CallOutcome) -> outcomes.EnvironmentCall | None:
         """Return the job that an answer is for, and start the clock of the next."""
         now = time.monotonic()
         self.mean_s = max(1e-6, 0.8 * self.mean_s + 0.2 * (now - self.since))
@@ -175,10 +169,10 @@ class WorkerPool:
             _COROUTINES if judge is None else math.ceil(judge.max_concurrency / self._settings.num_workers)
         )
         self._build_s = config.cluster.deadlines.build_s
-        self._waiting: deque[EnvironmentCall] = deque()
-        self._suspects: deque[EnvironmentCall] = deque()
+        self._waiting: deque[outcomes.EnvironmentCall] = deque()
+        self._suspects: deque[outcomes.EnvironmentCall] = deque()
         """Jobs of a worker that ended while several ran at once; each is retried by itself."""
-        self.outcomes: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[outcomes.EnvironmentCall, outcomes.Outcome]] = queue.SimpleQueue()
         self._workers: set[EnvironmentWorker] = set()
         self._error: Exception | None = None
         self._first: queue.SimpleQueue[channel.WorkerReady | None] = queue.SimpleQueue()
@@ -201,7 +195,7 @@ class WorkerPool:
         assert ready is not None
         return ready.is_multi_turn
 
-    def submit(self, job: EnvironmentCall) -> None:
+    def submit(self, job: outcomes.EnvironmentCall) -> None:
         """Queue a job."""
         self._waiting.append(job)
         os.eventfd_write(self._woken, 1)
@@ -269,7 +263,7 @@ class WorkerPool:
             if worker.outgoing and not worker.is_full:
                 self._speak(worker)
 
-    def _give(self, worker: EnvironmentWorker, job: EnvironmentCall) -> bool:
+    def _give(self, worker: EnvironmentWorker, job: outcomes.EnvironmentCall) -> bool:
         """Send a job to a worker; return False if the worker is gone."""
         if not job.is_wanted:
             return False
@@ -277,7 +271,7 @@ class WorkerPool:
             message = channel.packed(job.call)
         except Exception as error:  # a problem may hold anything
             reason = f"the problem cannot be sent to a worker process: {type(error).__name__}: {error}"
-            self.outcomes.put((job, Failure(line(reason), on_purpose=True)))
+            self.outcomes.put((job, outcomes.Failure(line(reason), on_purpose=True)))
             return False
         worker.give(job, message)
         return True
@@ -303,12 +297,14 @@ class WorkerPool:
             for message in worker.reader.messages(data):
                 self._understand(worker, message)
         except (msgspec.MsgspecError, RewardError):
-            self._losses.lose(worker, Failure("something else was written to the socket of its worker process"))
+            self._losses.lose(
+                worker, outcomes.Failure("something else was written to the socket of its worker process")
+            )
             return
         if not data:
             ending = worker.ask_for_ending()
-            failure = Failure(f"its worker process ended: {ending}")
-            self._losses.lose(worker, failure, was_killed=ending in KILLED_FROM_OUTSIDE)
+            failure = outcomes.Failure(f"its worker process ended: {ending}")
+            self._losses.lose(worker, failure, was_killed=ending in outcomes.KILLED_FROM_OUTSIDE)
 
     def _understand(self, worker: EnvironmentWorker, message: bytes) -> None:
         if worker.forked is None:
@@ -346,16 +342,16 @@ class WorkerPool:
             worker.look(now, self._timeout_s)
             if now >= worker.due(self._build_s, self._timeout_s):
                 if worker.ready is None and worker.stopped_at >= worker.since:
-                    failure = Failure("its worker process was stopped from outside")
+                    failure = outcomes.Failure("its worker process was stopped from outside")
                     self._losses.lose(worker, failure, was_killed=True)
                 elif worker.ready is None:
                     reason = f"env.{self._name}: the environment was not made within {self._build_s:g} s"
                     self._losses.miss(worker, reason)
                 elif worker.stopped_at >= worker.begun_at:
                     reason = f"its worker process was stopped from outside, and took longer than {self._timeout_s:g} s"
-                    self._losses.lose(worker, Failure(reason), was_killed=True)
+                    self._losses.lose(worker, outcomes.Failure(reason), was_killed=True)
                 else:
-                    self._losses.lose(worker, timed_out(self._timeout_s))
+                    self._losses.lose(worker, outcomes.timed_out(self._timeout_s))
 
     def _let_go(self) -> None:
         """Give idle workers the time to end as they wish."""

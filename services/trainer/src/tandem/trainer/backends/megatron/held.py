@@ -28,7 +28,7 @@ from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
-from tandem.trainer.backends.holding import function_of_scores
+from tandem.trainer.backends.holding import OffloadedStorages, exchanged, function_of_scores
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
@@ -50,8 +50,6 @@ from tandem.trainer.backends.megatron.weights import (
     RankWeights,
     TensorsInMemory,
 )
-from tandem.trainer.backends.offload import OffloadedStorages
-from tandem.trainer.backends.starting_adapters import exchanged
 from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.files import adapter_files
 from tandem.trainer.files.checkpoints import ModelState, OptimizerCounts, agree

@@ -1,4 +1,4 @@
-"""Megatron-Core's settings from ``policy.megatron_cfg``, corrected where wrong, and the optimizer by them."""
+"""Megatron-Core's settings from ``policy.megatron_cfg``, corrected where wrong; the optimizer by them."""
 
 from __future__ import annotations
 
