@@ -15,7 +15,7 @@ from measure import Turns, keep_ratios, seconds_of
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.rollout.engines.masks import restrict
+from tandem.rollout.engines.sampling import restrict
 
 NUM_ROWS, NUM_TOKENS, NUM_ROUNDS = sized(32, 2), sized(262_208, 10_000), sized(5, 1)
 CUTS = {"top-p 0.95": (0, 0.95, 4.0), "top-k 50, top-p 0.95": (50, 0.95, 2.0), "top-p 0.95, flat": (0, 0.95, 2.0)}

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from tandem.common.errors import ModelError
 from tandem.common.messages import SamplingParameters
 from tandem.config.schema.policy import NewModel
-from tandem.rollout.engines.masks import restrict
+from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.refusals import MAX_BODY_BYTES, OpenAIRefused
 from tandem.samples.model_files import load_model_tokenizer, write_new_model

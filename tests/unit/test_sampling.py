@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.rollout.engines.masks import restrict
-from tandem.rollout.engines.sampling import draw, uniforms
+from tandem.rollout.engines.sampling import draw, restrict, uniforms
 
 NUM_TOKENS = 12
 

@@ -21,7 +21,7 @@ from tandem.rollout.agents.episodes import _masks_of
 from tandem.rollout.agents.session import EpisodeSession
 from tandem.rollout.conversation import SampleConversation
 from tandem.rollout.engine import EngineCompletion
-from tandem.rollout.engines.masks import masks_of, restrict
+from tandem.rollout.engines.sampling import masks_of, restrict
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score
 from tandem.rollout.openai_api.generator import ResponseChunk

@@ -20,7 +20,7 @@ from engine_harness import (
 )
 
 from tandem.common.errors import DataError
-from tandem.rollout.engines.masks import restrict
+from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.engines.served import ResponseGrammar, ServedSampling, penalised
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.vllm.vllm_harness import refit, running, tiny_model

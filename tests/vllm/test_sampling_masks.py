@@ -11,7 +11,7 @@ import torch
 from engine_harness import request, run_all
 
 from tandem.rollout.engine import EngineCompletion
-from tandem.rollout.engines.masks import restrict
+from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.samples.sampling_masks import MaskFormat
 from tests.harness.trainers.masks_harness import as_sample, kept_in

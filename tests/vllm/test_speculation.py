@@ -147,7 +147,7 @@ def third_token(model: Any, prompt: tuple[int, ...], changes: Mapping[str, Any])
 
 
 def drawn_from(model: Any, ids: torch.Tensor, changes: Mapping[str, Any]) -> torch.Tensor:
-    from tandem.rollout.engines.masks import restrict
+    from tandem.rollout.engines.sampling import restrict
 
     with torch.no_grad():
         logits_BV = model(ids).logits[:, -1] / changes.get("temperature", 1.0)

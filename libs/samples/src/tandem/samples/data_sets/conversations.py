@@ -24,8 +24,7 @@ from tandem.config.schema.environments import PACKAGED
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items
-from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
-from tandem.samples.data_sets.questions import read_message
+from tandem.samples.data_sets.prompts import PromptWriter, literal_text, read_message, solution_writer
 from tandem.samples.data_sets.raw_texts import raw_texts
 from tandem.samples.data_sets.split import ItemIdentity, hold_out, load_problems, refuse_leakage
 from tandem.samples.images.rows import ImageRows

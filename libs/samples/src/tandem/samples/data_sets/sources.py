@@ -34,7 +34,7 @@ from tandem.config.schema import DataConfig
 from tandem.config.schema.environments import NEMO_GYM_ROWS
 from tandem.samples.data_sets.float_columns import restore_decimals
 from tandem.samples.data_sets.pictured import converter
-from tandem.samples.data_sets.questions import read_question, rewrite_user_text
+from tandem.samples.data_sets.prompts import read_question, rewrite_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
 from tandem.samples.data_sets.sliding_puzzle import make_shuffled, make_solved, render
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows, StoredMedia, rows_of, stored_columns

@@ -26,7 +26,7 @@ from tandem.config.named import GENERATED
 from tandem.config.schema import DataConfig
 from tandem.coordinator.api.rewards import RewardFunction
 from tandem.samples.data_sets import sources
-from tandem.samples.data_sets.questions import read_question
+from tandem.samples.data_sets.prompts import read_question
 
 SOLVED_AT = "solved_at"
 """Key of the first function's lowest value for a response that counts as solved."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
 from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, PromptScores, SequenceRequest
-from tandem.rollout.engines.masks import restrict
+from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.engines.slots import EngineSlots
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]

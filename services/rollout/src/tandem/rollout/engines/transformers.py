@@ -20,10 +20,9 @@ from tandem.common.errors import ModelError
 from tandem.common.routers import intercept
 from tandem.rollout.engine import EngineCompletion, NewTokens, SequenceRequest
 from tandem.rollout.engines.attention import AttentionStep, SlotPrompt
-from tandem.rollout.engines.masks import note_masks
 from tandem.rollout.engines.own_caches import BatchedForward
 from tandem.rollout.engines.refitted import RefittedEngine
-from tandem.rollout.engines.sampling import ForbiddingForward, draw, uniforms
+from tandem.rollout.engines.sampling import ForbiddingForward, draw, note_masks, uniforms
 from tandem.rollout.engines.served import ServedForward, ServedSampling
 from tandem.rollout.engines.skeleton import load_skeleton, try_out, weights_of
 from tandem.rollout.engines.slots import EngineSequence, EngineSlots

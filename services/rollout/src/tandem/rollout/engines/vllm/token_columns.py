@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
-from tandem.rollout.engines.masks import masks_of
+from tandem.rollout.engines.sampling import masks_of
 from tandem.samples.sampling_masks import MaskFormat, SamplingMasks, Words
 
 ASKED = "tandem_routed_experts"
