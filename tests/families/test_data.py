@@ -18,9 +18,9 @@ from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
 from tests.harness.families import Family
 
-CALL = {"id": "call_1", "type": "function", "function": {"name": "calc", "arguments": '{"x": "12*3"}'}}
+CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "calc", "arguments": '{"x": "12*3"}'}}
 """As OpenAI writes it: the arguments are JSON text."""
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -30,7 +30,7 @@ TOOLS = [
         },
     }
 ]
-AGENT = [
+AGENT: list[dict[str, Any]] = [
     {"role": "user", "content": "12*3?"},
     {"role": "assistant", "content": None, "reasoning_content": "The tool knows.", "tool_calls": [CALL]},
     {"role": "tool", "name": "calc", "content": "36", "tool_call_id": "call_1"},
@@ -122,6 +122,68 @@ def test_what_a_template_drops_is_said(family: Family, tmp_path: Path) -> None:
     named = [notice for notice in notices if "does not write 'reasoning_content'" in notice]
     assert len(named) == (0 if is_there else 1)
     assert all("train.jsonl:1" in notice or "held_out.jsonl:1" in notice for notice in named)
+
+
+QUESTION = {"role": "user", "content": "12*3?"}
+SPEAKERS: dict[str, list[dict[str, Any]]] = {
+    "developer": [{"role": "developer", "content": 'Be "brief", o vorple.'}, QUESTION],
+    "system": [{"role": "system", "content": 'Be "brief", o vorple.'}, QUESTION],
+    "tool": [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "name": "calc", "content": 'The "vorple" is 36.', "tool_call_id": "call_1"},
+    ],
+}
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+@pytest.mark.parametrize("role", SPEAKERS)
+def test_whose_message_a_template_drops_is_said(family: Family, role: str, algorithm: str, tmp_path: Path) -> None:
+    """Of prompts that are learned after, and of those that responses are generated for."""
+    answer = [{"role": "assistant", "content": "Done."}] if algorithm == "sft" else []
+    asked, tokenizer = SPEAKERS[role], loaded(family)
+    arguments: Any = '{"x": "12*3"}' if family.name == "deepseekv3" else {"x": "12*3"}
+    call = {**CALL, "function": {"name": "calc", "arguments": arguments}}
+    whole = [{**each, "content": "", "tool_calls": [call]} if "tool_calls" in each else each for each in asked]
+    try:
+        text = tokenizer.hugging_face.apply_chat_template(
+            families.as_read(family, [*whole, *answer]), tokenize=False, add_generation_prompt=not answer
+        )
+    except Exception as error:  # a template refuses in its own way
+        pytest.skip(f"its template refuses these messages: {error}")
+    if algorithm == "sft":
+        _, notices = sft(family, tmp_path, {"messages": [*asked, *answer]})
+    else:
+        row = {"input": asked, "output": "36"}
+        config = configuration(family, "grpo", tmp_path, [row], input_key="input", output_key="output")
+        notices = GrpoAlgorithm(config, tokenizer).notices
+    named = [notice for notice in notices if f"the content of a message of the role {role!r}" in notice]
+    assert len(named) == (0 if "vorple" in text else 1)
+    assert all("train.jsonl:1" in notice for notice in named)
+    is_call_dropped = any("does not write 'tool_calls' of the assistant's messages" in notice for notice in notices)
+    assert is_call_dropped is (role == "tool" and "calc" not in text)
+
+
+def test_a_prompt_has_the_tools_of_its_row(family: Family, tmp_path: Path) -> None:
+    """In rollouts as in SFT: that of Transformers' template with these tools."""
+    rows = [{"input": "12*3?", "output": "36", "tools": TOOLS}]
+    data = {"input_key": "input", "output_key": "output", "add_generation_prompt": True}
+    tokenizer = loaded(family)
+    rollouts = GrpoAlgorithm(configuration(family, "grpo", tmp_path, rows, **data), tokenizer)
+    (group,) = rollouts.prompt_groups(1, "train", [0])
+    expected = tokenizer.hugging_face.apply_chat_template(
+        families.as_read(family, [QUESTION]), tools=TOOLS, add_generation_prompt=True
+    )
+    assert [*group.prompt_ids] == expected["input_ids"]
+    algorithm = DataSetAlgorithm(configuration(family, "sft", tmp_path, rows, **data), tokenizer)
+    ((sequence,),) = algorithm._train.draw(0, 1)
+    prompt = sequence.token_ids[: sequence.loss_mask.index(True)]
+    if family.name in OPENS_THOUGHTS:
+        prompt = prompt[: len(prompt) - family.name.startswith("nemotron_3")]
+    assert group.prompt_ids[: len(prompt)] == prompt
+    is_shown = "Work out a product." in tokenizer.decode(group.prompt_ids)
+    for notices in (rollouts.notices, algorithm.notices):
+        assert any("does not write 'tools'" in notice for notice in notices) is not is_shown
 
 
 def test_a_turn_of_weight_0_is_not_learned(family: Family, tmp_path: Path) -> None:

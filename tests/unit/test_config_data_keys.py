@@ -116,13 +116,14 @@ def config_of(case: str, data: Mapping[str, Any]) -> Config:
 
 
 def read(config: Config) -> Any:
-    """Return what a run reads: prompts with problems, or conversations; or the error."""
+    """Return what a run reads: prompts with problems and tools, or conversations; or the error."""
     try:
         if not config.declaration.rolls_out:
             return load_conversations(config)
         sets = load_problems(config)
         views = [source.data for source in sets.sources] or [config.data]
-        items = [(problem, PromptWriter(views[0]).messages(problem)) for problem in sets.train]
+        writer = PromptWriter(views[0])
+        items = [(problem, writer.messages(problem), writer.tools(problem)) for problem in sets.train]
         return items, sets.held_out
     except (ConfigError, DataError) as error:
         return str(error)

@@ -231,6 +231,9 @@ def _is_supervised(view: DataView) -> bool:
     return not view.config.declaration.rolls_out
 
 
+_WITHOUT_TOOLS = ("squad", "HelpSteer3", NEMO_GYM_ROWS)
+"""Data sets whose rows have a form of their own, without tools, or in which an agent finds them."""
+
 DATA_KEYS = (
     DataKey(("input_key", "output_key"), _of_kinds("problems"), "only rows with a question and an answer have them"),
     DataKey(
@@ -245,8 +248,8 @@ DATA_KEYS = (
     ),
     DataKey(
         ("tool_key",),
-        lambda view: view.kind in ("conversations", "preferences") and view.name not in ("squad", "HelpSteer3"),
-        "only conversations of SFT, and preferences, have tools",
+        lambda view: view.kind in ("problems", "conversations", "preferences") and view.name not in _WITHOUT_TOOLS,
+        "only rows have tools",
     ),
     DataKey(("prompt_key", "chosen_key", "rejected_key"), _of_kinds("preferences"), "only rows of pairs have them"),
     DataKey(("text_key", "characters_per_sample"), _of_kinds("texts"), "only arrow_text is raw text"),

@@ -51,6 +51,16 @@ def _as_parts(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text}]
 
 
+def _as_parted(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which contents are lists of parts."""
+    return [
+        {**message, "content": _as_parts(message["content"])}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
+
+
 class _TooSlow(Exception):
     """The deadline has passed."""
 
@@ -84,20 +94,9 @@ class ChatTemplate:
             return str(self._hugging_face.apply_chat_template(form, tokenize=False))
 
         try:
-            return _PROBE in self._call_limited(apply, [{"role": "user", "content": content}])
+            return _PROBE in self._call_limited(apply, [{"role": "user", "content": content}], is_read_as_given=True)
         except ConfigError:
             return False
-
-    def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return messages with contents in the form that the template shows."""
-        if not self.reads_only_parts:
-            return messages
-        return [
-            {**message, "content": _as_parts(message["content"])}
-            if isinstance(message.get("content"), str)
-            else message
-            for message in messages
-        ]
 
     def render(
         self,
@@ -118,7 +117,7 @@ class ChatTemplate:
                 )
             )
 
-        rendered = self._call_limited(apply, self._as_read(messages))
+        rendered = self._call_limited(apply, messages)
         if len(rendered) > _MAX_TEXT:
             raise ConfigError(f"{self._name} makes {len(rendered):,} characters of one conversation")
         return rendered
@@ -148,17 +147,25 @@ class ChatTemplate:
             )
             return [(int(begin), int(end)) for begin, end in parts]
 
-        return self._call_limited(apply, self._as_read(messages))
+        return self._call_limited(apply, messages)
 
     def _call_limited(
-        self, apply: Callable[[list[dict[str, Any]]], Result], messages: Sequence[Mapping[str, Any]]
+        self,
+        apply: Callable[[list[dict[str, Any]]], Result],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        is_read_as_given: bool = False,
     ) -> Result:
-        """Return what a template makes of messages, within limits of time and memory."""
+        """Return what a template makes of messages, within limits of time and memory.
+
+        Contents are in the form that it shows, unless it is to be tried with one (`is_read_as_given`).
+        """
         import jinja2  # noqa: F401  # the library's slow import should not count towards the time limit
 
         try:
+            read = list if is_read_as_given or not self.reads_only_parts else _as_parted
             with _deadline(DEADLINE_S):
-                return _first_accepted(apply, messages)
+                return _first_accepted(lambda form: apply(read(form)), messages)
         except _TooSlow:
             raise ConfigError(f"{self._name} takes longer than {DEADLINE_S:g} s for one conversation") from None
         except MemoryError:

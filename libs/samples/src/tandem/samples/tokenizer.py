@@ -18,10 +18,12 @@ from tandem.samples.turns.ends import TurnEnds, read_turn_ends, render_after_tur
 from tandem.samples.turns.rendering import (
     Render,
     RenderedConversation,
+    append_mark,
     common_length,
     find_end,
     join_texts,
     locate_turns,
+    mark_of,
 )
 from tandem.samples.unchanged_files import save_tokenizer
 
@@ -200,6 +202,25 @@ class Tokenizer(TokenDecoder):
             return self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
         return render
+
+    def find_unwritten(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        numbers: Sequence[int],
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return those of the messages with these `numbers` of which the chat template writes no content.
+
+        Raises the errors of `render_chat`.
+        """
+        unwritten = list[int]()
+        for number in numbers:
+            marked = append_mark(messages[number], mark_of(number))
+            conversation = [*messages[:number], marked or messages[number], *messages[number + 1 :]]
+            text = self.render_chat(conversation, add_generation_prompt=False, variables=variables)
+            if marked is not None and mark_of(number) not in text:
+                unwritten.append(number)
+        return unwritten
 
     def render_conversation(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None

@@ -188,8 +188,8 @@ class DataConfig(ConfigSection, frozen=True, kw_only=True):
     system_key: NonEmptyStr | None = None
     """SFT: field with the system message of a conversation, if it is not among its messages."""
     tool_key: NonEmptyStr | None = None
-    """SFT, DPO and RM: field with the tools of a conversation, a list of JSON schemas or its JSON text; with null, a
-    field `tools` is read if it holds one."""
+    """Field with the tools that the chat template shows for a row, a list of JSON schemas or its JSON text; with null,
+    a field `tools` is read if it holds one."""
     image_key: NonEmptyStr | None = None
     """New. Field with a row's image, or list of images, for a vision model: encoded bytes, a path, or a data URI.
     Null means ``image`` or ``images``. They stand where the text has ``<image>``, or else in front of it."""

@@ -5,7 +5,6 @@ Trees of messages, as in Open Assistant: each path from prompt to leaf is a conv
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -27,6 +26,7 @@ from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_part
 from tandem.samples.data_sets.prompts import PromptWriter, literal_text, read_message, solution_writer
 from tandem.samples.data_sets.raw_texts import raw_texts
 from tandem.samples.data_sets.split import ItemIdentity, hold_out, load_problems, refuse_leakage
+from tandem.samples.data_sets.tools import read_tools
 from tandem.samples.images.rows import ImageRows
 from tandem.samples.turns.rendering import common_length
 
@@ -212,7 +212,12 @@ class ConversationWriter:
         fails.
         """
         return [
-            ConversationRow(name=problem.problem_id, prompt=self._prompts.messages(problem), answers=answers)
+            ConversationRow(
+                name=problem.problem_id,
+                prompt=self._prompts.messages(problem),
+                answers=answers,
+                tools=self._prompts.tools(problem),
+            )
             for problem in problems
             for answers in itertools.product(*(write(problem) for write in self._solutions))
         ]
@@ -247,7 +252,10 @@ def _chat(chat_key: str, row_name: str, row: sources.Row, data: DataConfig) -> C
     if not spoken or spoken[0] == 0:
         raise DataError(f"{row_name}: {chat_key!r} has no turn of the assistant that follows another message")
     return ConversationRow(
-        name=row_name, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],), tools=_tools(row_name, row, data)
+        name=row_name,
+        prompt=messages[: spoken[0]],
+        answers=(messages[spoken[0] :],),
+        tools=read_tools(row_name, row, data),
     )
 
 
@@ -302,7 +310,7 @@ def _preference(row_name: str, row: sources.Row, data: DataConfig) -> Conversati
         _messages(row_name, key, sources.field(row_name, row, setting, key), role="assistant")
         for setting, key in (("chosen_key", data.chosen_key), ("rejected_key", data.rejected_key))
     ]
-    tools = _tools(row_name, row, data)
+    tools = read_tools(row_name, row, data)
     # A table has null where other rows have a prompt.
     if row.get(data.prompt_key) is not None or all(len(messages) == 1 for messages in pair):
         prompt = _messages(
@@ -429,32 +437,6 @@ def _messages(row_name: str, key: str, value: object, *, role: str | None = None
         if message.get("weight", 1) not in (0, 1):
             raise DataError(f"{row_name}: {key}[{number}].weight is {message['weight']!r}, must be 0 or 1")
     return messages
-
-
-def _tools(row_name: str, row: sources.Row, data: DataConfig) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a row, as JSON schemas, which may stand in it as JSON text.
-
-    Without ``data.tool_key``, a field ``tools`` that holds something else is no field of tools. Raise `DataError`.
-    """
-    key = data.tool_key or "tools"
-    value = row.get(key)
-    if isinstance(value, str):
-        with contextlib.suppress(msgspec.DecodeError):
-            value = msgspec.json.decode(value)
-    if not value:
-        return ()
-    if isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value):
-        return tuple(_drop_nulls(tool) for tool in value)
-    if data.tool_key is None:
-        return ()
-    raise DataError(f"{row_name}: {key!r} is not a list of tools as JSON schemas (data.tool_key)")
-
-
-def _drop_nulls(value: Any) -> Any:
-    """Return a value without fields that are null: Parquet gives each object the fields of all others."""
-    if isinstance(value, Mapping):
-        return {name: _drop_nulls(part) for name, part in value.items() if part is not None}
-    return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _answer(text: str) -> Messages:

@@ -23,6 +23,7 @@ from tandem.config.named import GENERATED, MULTIPLE_CHOICE
 from tandem.config.schema import DataConfig
 from tandem.samples.chat_templates import REASONING_FIELDS, memory_limit
 from tandem.samples.data_sets.order import ItemLengths
+from tandem.samples.data_sets.tools import tools_of
 from tandem.samples.images.markers import OPENING, as_text, split_front_markers
 from tandem.samples.tokenizer import EncodedConversation, Messages, Tokenizer
 
@@ -43,8 +44,8 @@ class ChatEncoder:
         is_given = not config.declaration.rolls_out
         # A policy generates after the generation prompt. Where solutions are given, that marker may be learned.
         self._learns_header = is_given and learns_turns and not config.data.add_generation_prompt
-        self._dropped: dict[str, str] = {}
-        """Parts of messages that the template does not write, each with the place of the first."""
+        self._dropped: dict[tuple[str, str], str] = {}
+        """Parts of messages that the template does not write and what follows from it, with the place of the first."""
 
     def check_characters(self, items: Iterable[tuple[str, Sequence[Messages]]], literals: Mapping[str, str]) -> None:
         """Raise one `DataError` for all characters of all items that a character-level tokenizer does not know.
@@ -79,10 +80,19 @@ class ChatEncoder:
         hint = "; policy.new_model.characters lacks them" if self._is_new else ""
         return f"the tokenizer in {self._tokenizer.where} does not know {count}: {listing}{hint}"
 
-    def prompt(self, name: str, messages: Messages) -> tuple[int, ...]:
+    def prompt(self, name: str, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Tokenise a prompt of any length, up to where a response begins. Raise `DataError` if that fails."""
+        variables = {"tools": [*tools]} if tools else None
         with self._name_problem(name):
-            return tuple(self._tokenizer.encode_chat(messages, add_generation_prompt=True, add_bos=self._data.add_bos))
+            if len(messages) > 1 or tools:
+                text = self._tokenizer.render_chat(messages, add_generation_prompt=True, variables=variables)
+                texts = dict.fromkeys(range(len(messages)), text)
+                self._note_unseen(name, [*_find_dropped_words(messages, texts), *_find_dropped_tools(tools, text)])
+                self._note_unseen(name, self._find_dropped_roles(messages, tools))
+            token_ids = self._tokenizer.encode_chat(
+                messages, add_generation_prompt=True, variables=variables, add_bos=self._data.add_bos
+            )
+            return tuple(token_ids)
 
     def conversation(
         self, name: str, prompt: Messages, answer: Messages, tools: Sequence[Mapping[str, Any]] = ()
@@ -104,11 +114,29 @@ class ChatEncoder:
                 add_eos=self._data.add_eos,
                 variables={"tools": [*tools]} if tools else None,
             )
-        for part in _find_dropped_parts([*prompt, *answer], tools, encoded):
-            self._dropped.setdefault(part, name)
+        messages, text = [*prompt, *answer], encoded.rendering.text
+        for part in _find_dropped_words(messages, _texts_of_turns(encoded)):
+            self._dropped.setdefault((part, "nothing is learned of it"), name)
+        self._note_unseen(name, [*_find_dropped_tools(tools, text), *self._find_dropped_roles(messages, tools)])
         if encoded.prompt_length == len(encoded.token_ids):
             raise DataError(f"problem {name!r}: the chat template writes no turn of its solution")
         return encoded
+
+    def _find_dropped_roles(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return whose messages the template does not write, but for the user's and the assistant's."""
+        numbers = [
+            number
+            for number, message in enumerate(messages)
+            if message["role"] not in ("user", "assistant") and str(message.get("content") or "").strip()
+        ]
+        variables = {"tools": [*tools]} if tools else None
+        unwritten = self._tokenizer.find_unwritten(messages, numbers, variables)
+        return [f"the content of a message of the role {messages[number]['role']!r}" for number in unwritten]
+
+    def _note_unseen(self, name: str, parts: Iterable[str]) -> None:
+        """Keep the parts of a prompt that the model does not see, each with the place of the first."""
+        for part in parts:
+            self._dropped.setdefault((part, "the model does not see it"), name)
 
     def text(self, name: str, text: str) -> tuple[int, ...]:
         """Tokenise a text without turns, cut to a whole sequence. Raise `DataError` if that fails."""
@@ -120,9 +148,9 @@ class ChatEncoder:
     def notices(self) -> tuple[str, ...]:
         """Notices of the parts of conversations so far that the chat template does not write."""
         return tuple(
-            f"data: the chat template of {self._tokenizer.where} does not write {part} (first in {name!r}), so nothing "
-            "is learned of it; policy.tokenizer.chat_template can name a file whose template does"
-            for part, name in self._dropped.items()
+            f"data: the chat template of {self._tokenizer.where} does not write {part} (first in {name!r}), so "
+            f"{consequence}; policy.tokenizer.chat_template can name a file whose template does"
+            for (part, consequence), name in self._dropped.items()
         )
 
     def images(self, messages: Messages) -> tuple[ImageRef, ...] | None:
@@ -171,15 +199,8 @@ class ChatEncoder:
             raise DataError(f"problem {name!r}: {error}") from error
 
 
-def _find_dropped_parts(
-    messages: Messages, tools: Sequence[Mapping[str, Any]], encoded: EncodedConversation
-) -> Iterator[str]:
-    """Yield what a rendered conversation lacks of the assistant's messages, and of the tools."""
-    if any(str(tool.get("function", tool).get("name", "")) not in encoded.rendering.text for tool in tools):
-        yield "'tools'"
-    texts = dict[int, str]()
-    for turn in encoded.rendering.turns:
-        texts[turn.message] = texts.get(turn.message, "") + encoded.rendering.text[turn.header : turn.end] + "\n"
+def _find_dropped_words(messages: Messages, texts: Mapping[int, str]) -> Iterator[str]:
+    """Yield what the texts of the assistant's messages lack of these."""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -187,9 +208,26 @@ def _find_dropped_parts(
         for field in ("content", *REASONING_FIELDS):
             if isinstance(message.get(field), str) and not _shows(text, message[field]):
                 yield f"{field!r} of the assistant's messages"
-        for call in message.get("tool_calls") or ():
-            if call.get("function", call).get("name", "") not in text:
-                yield "'tool_calls' of the assistant's messages"
+        if any(_name_of(call) not in text for call in message.get("tool_calls") or ()):
+            yield "'tool_calls' of the assistant's messages"
+
+
+def _find_dropped_tools(tools: Sequence[Mapping[str, Any]], text: str) -> list[str]:
+    """Return the name of the tools if a text lacks one."""
+    return ["'tools'"] if any(_name_of(tool) not in text for tool in tools) else []
+
+
+def _texts_of_turns(encoded: EncodedConversation) -> dict[int, str]:
+    """Return what the template writes of each of the assistant's messages."""
+    texts = dict[int, str]()
+    for turn in encoded.rendering.turns:
+        texts[turn.message] = texts.get(turn.message, "") + encoded.rendering.text[turn.header : turn.end] + "\n"
+    return texts
+
+
+def _name_of(function: Mapping[str, Any]) -> str:
+    """Return the name of a tool, or of the one that a call is of."""
+    return str(function.get("function", function).get("name", ""))
 
 
 def _shows(text: str, written: str) -> bool:
@@ -237,6 +275,10 @@ class PromptWriter:
             question = rewrite_user_text(f"problem {problem.problem_id!r}", question, partial(self._fill, problem))
         return self.prepend_system_message(as_messages(question))
 
+    def tools(self, problem: Problem) -> tuple[dict[str, Any], ...]:
+        """Return the tools of a problem's row, which the chat template shows. Raise `DataError` as `tools_of` does."""
+        return tools_of(problem, self._data)
+
     @property
     def _has_template(self) -> bool:
         return self._prompt_file is not None or self._data.prompt_template != _PLAIN
@@ -279,6 +321,11 @@ class PromptEncoder:
         """The writers are keyed by identity, so the views must stay alive."""
         self._writers = {id(view): PromptWriter(view) for view in self._views}
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices of the parts of prompts so far that the chat template does not write."""
+        return self._chat.notices
+
     def check_characters(self, prompted_problems: Iterable[PromptedProblem]) -> None:
         """Raise `DataError` naming all characters of all prompts that the tokenizer does not know."""
         items = ((each.problem.problem_id, (self._messages(each),)) for each in prompted_problems)
@@ -302,7 +349,8 @@ class PromptEncoder:
         Raise `DataError` if it cannot be tokenised, or was generated for this run and does not fit.
         """
         problem, messages = prompted.problem, self._messages(prompted)
-        prompt_ids = self._chat.prompt(problem.problem_id, messages)
+        tools = self._writers[id(prompted.data)].tools(problem)
+        prompt_ids = self._chat.prompt(problem.problem_id, messages, tools)
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
         environment = prompted.data.environment or ""

@@ -133,9 +133,8 @@ class GrpoAlgorithm:
         size = config.rollout_section.num_prompts_per_batch
         capped = data_sets.describe_capped_steps(config, self.num_steps, len(self._train), size)
         repeated = data_sets.describe_repeats(config, len(self._train))
-        self.notices = tuple(
-            filter(None, (too_long, data_sets.describe_set_aside(num_aside, num_rows), repeated, capped))
-        )
+        aside = data_sets.describe_set_aside(num_aside, num_rows)
+        self.notices = (*filter(None, (too_long, aside, repeated, capped)), *encoder.notices)
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that only validates."""
         self._bad_token_ids = _find_bad_token_ids(config, tokenizer)
