@@ -35,12 +35,13 @@ from tandem.rollout.environments.outcomes import UnscoredResponse, beyond_in_sum
 from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.rollout.parts import RolloutParts
 from tandem.samples.batch import SampleBatch
+from tandem.samples.data_sets.tools import tools_of
 from tandem.samples.routed_experts import RoutedExperts
 
 if TYPE_CHECKING:
     from tandem.samples.responses import ResponseParser
     from tandem.samples.tokenizer import Tokenizer
-    from tandem.samples.tool_formats import FunctionCall
+    from tandem.samples.tool_formats import FunctionCall, Tools
 
 
 NUM_BEFORE = 32
@@ -54,8 +55,8 @@ class ResponseMessages:
         self._tokenizer = tokenizer
         self._parser = parser
 
-    def message(self, before: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return a response as a message, by the tokens before it and its own.
+    def message(self, before: Sequence[int], token_ids: Sequence[int], tools: Tools = ()) -> dict[str, Any]:
+        """Return a response as a message, by the tokens before it and its own, and the tools that it may call.
 
         `content` is the text after all reasoning, in the last channel; before calls of tools it is all text. The keys
         `reasoning_content`, `tool_calls` (as in OpenAI's API) and `text` are there if there is any. `text` is all that
@@ -63,7 +64,7 @@ class ResponseMessages:
         """
         prompt = self._tokenizer.decode(before[-NUM_BEFORE:], skip_special_tokens=False)
         generated = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        parsed = self._parser.parse(generated, prompt=prompt)
+        parsed = self._parser.parse(generated, prompt=prompt, tools=tools)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": parsed.content if parsed.tool_calls else parsed.answer,
@@ -274,7 +275,8 @@ class RunningGenerations:
         """Return the message that a response is to the environment."""
         if self._response_messages is None:
             return {"role": "assistant", "content": self._parts.tokenizer.decode(token_ids)}
-        return self._response_messages.message(conversation.last_ids(NUM_BEFORE), token_ids)
+        tools = tools_of(conversation.group.problem, self._config.data)
+        return self._response_messages.message(conversation.last_ids(NUM_BEFORE), token_ids, tools)
 
     def _answer(self, results: list[tuple[int, Score | Turn | UnscoredResponse]]) -> None:
         """Report which samples have ended; let the others go on."""
