@@ -296,3 +296,20 @@ def test_a_stopped_trainer_is_noticed_by_its_silence() -> None:
         assert run.wait() == 1
         assert re.search(r"error: trainer-0 failed while .*: no heartbeat for \d+ s", run.output()), run.output()
         assert not psutil.pid_exists(victim.pid)
+
+
+def test_a_run_outlasts_the_reader_of_its_output() -> None:
+    words = [BIN / "coordinator", "up", write_config({"grpo": {"max_num_steps": 3, "val_period": 3}})]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        assert run.stdout is not None
+        while b"coordinator listens" not in run.stdout.readline():
+            pass
+        run.stdout.close()
+        assert run.wait(TIMEOUT_S) == 0
+    assert [s.step for s in steps_of()] == [1, 2, 3]
+    look = subprocess.Popen([BIN / "coordinator", "runs", "."], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert look.stdout is not None
+    assert look.stderr is not None
+    with look:
+        look.stdout.close()
+        assert look.stderr.read() == b""

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from tandem.common import kept_inputs
 from tandem.observe.run_folder.journal import read_journal
@@ -32,6 +33,7 @@ from tests.harness.runs.running import (
     joins,
     merged,
     process_of,
+    steps_of,
     wait_until,
     write_config,
 )
@@ -244,6 +246,25 @@ def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
     assert_same_results("run", scored_undisturbed)
 
 
+def test_a_supervised_run_does_without_the_file_of_the_run_that_made_its_model() -> None:
+    config = write_config(merged(RUN, LAUNCHED))
+    settings = yaml.safe_load(config.read_text())
+    before = {"sft": {"max_num_steps": 1, "val_period": 0}, "logger": {"log_dir": "before"}, "data": settings["data"]}
+    names = ("new_model", "model_name", "max_total_sequence_length", "optimizer")
+    before["policy"] = {name: settings["policy"][name] for name in names}
+    before["policy"] |= {"train_global_batch_size": 16, "train_micro_batch_size": 16}
+    Path("before.yaml").write_text(yaml.safe_dump(before))
+    config.write_text(yaml.safe_dump({**settings, "prerequisite": "before.yaml"}))
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("prerequisite .*: making")
+        run.wait_for(r"step 2/6")
+        Path("before.yaml").write_text("sft: [")
+        config.unlink()
+        coordinator_of(run).kill()
+        assert run.wait() == 0, run.output()
+    assert [step.step for step in steps_of()] == [*range(1, 7)]
+
+
 def test_code_that_was_edited_between_two_starts_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
@@ -255,7 +276,7 @@ def test_code_that_was_edited_between_two_starts_is_said(tmp_path: Path, monkeyp
     assert re.search(r"note: custom code has changed since the run was last started: .*helper.py:3", again.stdout)
 
 
-@pytest.mark.parametrize("damage", ["emptied", "cut off", "overwritten"])
+@pytest.mark.parametrize("damage", ["emptied", "cut off", "overwritten", "deleted"])
 def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_checkpoint(
     damage: str, scored_undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,16 +290,20 @@ def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_
             run_id = journal.run_id
         path = Path("run/journal.sqlite")
         size = path.stat().st_size
-        with path.open("r+b") as file:
-            if damage == "overwritten":
-                file.write(b"\xff" * size)
-            else:
-                file.truncate(0 if damage == "emptied" else size // 2)
+        if damage == "deleted":
+            path.unlink()  # and its writer would not notice
+            coordinator_of(run).kill()
+        else:
+            with path.open("r+b") as file:
+                if damage == "overwritten":
+                    file.write(b"\xff" * size)
+                else:
+                    file.truncate(0 if damage == "emptied" else size // 2)
         Path("hold").rmdir()
         assert run.wait() == 0, run.output()
         said = run.output()
-    kept = r"it is kept as journal\.sqlite\.damaged\.1, and the run goes on from the checkpoint of step 3"
-    assert re.search(rf"journal\.sqlite.*: {kept}", said), said
+    kept = "" if damage == "deleted" else r"it is kept as journal\.sqlite\.damaged\.1, and "
+    assert re.search(rf"journal\.sqlite.*: {kept}the run goes on from the checkpoint of step 3", said), said
     assert "already holds a run" not in said
     with read_journal(Path("run")) as journal:
         assert journal.run_id == run_id

@@ -43,6 +43,7 @@ OK = 0
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+UNREAD = 141
 
 
 class TandemError(Exception):

@@ -9,19 +9,17 @@ it leaves, and the run goes on. If the coordinator was signalled too, that makes
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TextIO, cast
+
+from tandem.common import outputs
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_OUTPUTS = (1, 2)
 ASKED_ONCE_S = 2.0
 """Termination signals that arrive within this time are one request, unless they are Ctrl-C."""
 _STUCK_S = 20.0
@@ -156,60 +154,23 @@ def hear_signals(listen: Callable[[int], None]) -> Iterator[None]:
 
     Once the terminal has closed, output to it is discarded.
     """
-    terminals = [descriptor for descriptor in _OUTPUTS if os.isatty(descriptor)]
+    terminals = outputs.terminals()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            _silence(terminals)
+            outputs.discard(terminals)
         listen(number)
 
     former = {number: signal.signal(number, handle) for number in _list_heard()}
-    streams = sys.stdout, sys.stderr
-    if terminals:
-        sys.stdout, sys.stderr = (cast(TextIO, _Terminal(stream, terminals)) for stream in streams)
     try:
-        if _raised:
-            handle(_raised.pop(), None)
-            _raised.clear()
-        yield
+        with outputs.outlast_readers():  # the signal may come after the first write that fails
+            if _raised:
+                handle(_raised.pop(), None)
+                _raised.clear()
+            yield
     finally:
-        sys.stdout, sys.stderr = streams
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-class _Terminal:
-    """A stream to a terminal that may close; output is discarded from then on.
-
-    The signal for that may come after the first write that fails.
-    """
-
-    def __init__(self, stream: TextIO, terminals: list[int]) -> None:
-        self._stream = stream
-        self._terminals = terminals
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write a text; return its length."""
-        with self._forgiving():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Write the buffered text."""
-        with self._forgiving():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _forgiving(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            _silence(self._terminals)
 
 
 def _list_heard() -> list[signal.Signals]:
@@ -219,10 +180,3 @@ def _list_heard() -> list[signal.Signals]:
 
 def _go_on(number: int, frame: FrameType | None) -> None:
     pass
-
-
-def _silence(descriptors: list[int]) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in descriptors:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)

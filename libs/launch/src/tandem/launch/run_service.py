@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.common import descriptors, gc_tuning, kept_inputs, signals
+from tandem.common import descriptors, gc_tuning, kept_inputs, outputs, signals
 from tandem.common.errors import INTERRUPTED, NotAdmitted, TandemError, WireError
 from tandem.common.keys import ProcessKeys, decode_process_keys, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Command, Hello, ServiceKind, Shutdown
@@ -46,6 +46,7 @@ class RunnableService(Protocol):
         ...
 
 
+@outputs.outlast_readers()
 def run_service(
     kind: ServiceKind,
     incoming: Any,

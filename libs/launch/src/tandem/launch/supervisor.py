@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -143,6 +144,9 @@ class Supervisor:
                     return code if code > 0 else INTERRUPTED
         times = f"; processes were replaced {self._most} times before" if self._most else ""
         print(f"error: the coordinator {end.description}{times} (cluster.max_replacements)", file=sys.stderr)
+        if self._has_begun:
+            words = [word for word in self._words if word != f"--unfinished-code={OK}"]
+            print(f"continue with: {shlex.join(['coordinator', 'up', *words, '--resume', '--supervise'])}", flush=True)
         return FAILED
 
     def _describe(self, code: int) -> _End:

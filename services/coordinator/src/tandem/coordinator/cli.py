@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import shlex
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from tandem.common import descriptors, errors, gc_tuning, kept_inputs
+from tandem.common import descriptors, errors, gc_tuning, kept_inputs, outputs
 from tandem.common.distribution import version
 from tandem.common.network import forget_empty_endpoint
 from tandem.coordinator.clusters import kubernetes, ray, slurm
@@ -50,6 +51,8 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "shell": (completion,),
 }
 """Commands by purpose, in the order in which a newcomer meets them."""
+_LASTING = frozenset({"up", "sweep", "replay", "view", "eval", "serve", "tinker", "ray", "join"})
+"""Commands that continue when their output has no reader any more."""
 EXAMPLES = {
     "": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
     "init": "coordinator init --algorithm grpo --task chain_sum mine.yaml",
@@ -85,7 +88,8 @@ EXAMPLES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    0 is success, 1 a failed run, 2 invalid input, 130 an interrupted run that has saved.
+    0 is success, 1 a failed run, 2 invalid input, 130 an interrupted run that has saved, 141 output whose
+    reader has ended.
     """
     gc_tuning.retire_at_exit()
     forget_empty_endpoint()
@@ -93,8 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     descriptors.raise_limit()
     arguments = _parse(argv)
     try:
-        carry_out: CarryOut = arguments.carry_out
-        return carry_out(arguments)
+        with outputs.outlast_readers() if arguments.command in _LASTING else contextlib.nullcontext():
+            carry_out: CarryOut = arguments.carry_out
+            code = carry_out(arguments)
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has read enough
+        outputs.discard(outputs.STANDARD[:1])
+        return errors.UNREAD
     except errors.ConfigError as error:
         problems = _name_other_command(arguments) or error.problems
         for line in problems:

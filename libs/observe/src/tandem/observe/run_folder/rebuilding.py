@@ -14,7 +14,7 @@ import numpy as np
 from tandem.common.errors import DamagedCheckpoint, DamagedJournal, RunFolderError
 from tandem.config import Config, config_from_json, config_to_json
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.observe.run_folder.curves import SECONDS, read_curves
+from tandem.observe.run_folder.curves import CURVES_NAME, SECONDS, read_curves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME, new_run_id
 from tandem.observe.run_folder.journal_writer import Journal
@@ -32,8 +32,9 @@ def damage_of(run: Path) -> DamagedJournal | None:
             _ = journal.config_json, journal.steps(), journal.refits()
     except DamagedJournal as error:
         return error
-    except RunFolderError:
-        pass  # there is none, or it is of another release
+    except RunFolderError:  # there is none, or it is of another release
+        if (run / CURVES_NAME).exists() and not (run / JOURNAL_NAME).exists():
+            return DamagedJournal(f"{run / JOURNAL_NAME} is gone")
     return None
 
 
@@ -50,11 +51,13 @@ def rebuild_journal(run: Path, config: Config) -> str:
         checkpoint_manifest = manifest.read(checkpoints.folder_of(newest.step))
         run_id = new_run_id() if checkpoint_manifest is None else checkpoint_manifest.run_id
         config = config_from_json(newest.config_json.encode())
+    is_there = (run / JOURNAL_NAME).exists()
     aside = _set_aside(run)
+    about_old = f"it is kept as {aside.name}, and " if is_there else ""
     with contextlib.closing(Journal.create(run, config_to_json(config), config.algorithm, run_id)) as journal:
         journal.skip_coordinators(_COORDINATORS * len([*run.glob(f"{_ASIDE}*")]))
         if newest is None:
-            return f"it is kept as {aside.name}, and as there is no checkpoint, the run begins with its first step"
+            return f"{about_old}as there is no checkpoint, the run begins with its first step"
         steps = {record.step: record for record in _of_curves(run, newest.step)}
         for record in records:
             metrics = {} if record.metric is None else {record.metric_name: record.metric}
@@ -64,7 +67,7 @@ def rebuild_journal(run: Path, config: Config) -> str:
             journal.commit_step(step, committed_at=step.committed_at or None)
         for record in records:
             journal.record_checkpoint(record.step, str(checkpoints.folder_of(record.step)))
-    return f"it is kept as {aside.name}, and the run goes on from the checkpoint of step {newest.step}"
+    return f"{about_old}the run goes on from the checkpoint of step {newest.step}"
 
 
 def _records(checkpoints: CheckpointFolder) -> list[CheckpointRecord]:
@@ -77,11 +80,17 @@ def _records(checkpoints: CheckpointFolder) -> list[CheckpointRecord]:
 
 
 def _set_aside(run: Path) -> Path:
-    """Rename the damaged journal, and the file that SQLite may have left beside it."""
+    """Rename the damaged journal, and the file that SQLite may have left beside it.
+
+    One that is gone leaves an empty file, so that it counts.
+    """
     number = next(n for n in range(1, 10_000) if not (run / f"{_ASIDE}.{n}").exists())
     aside = run / f"{_ASIDE}.{number}"
     try:
-        (run / JOURNAL_NAME).rename(aside)
+        if (run / JOURNAL_NAME).exists():
+            (run / JOURNAL_NAME).rename(aside)
+        else:
+            aside.touch()
         with contextlib.suppress(FileNotFoundError):
             (run / f"{JOURNAL_NAME}-journal").rename(f"{aside}-journal")
     except OSError as error:

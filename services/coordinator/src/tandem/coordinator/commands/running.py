@@ -52,7 +52,7 @@ def run_to_end(
             return unfinished_code if finish.is_out_of_time else INTERRUPTED
         case "failed":
             print(f"error: {finish.error}", file=sys.stderr)
-            if supervision is None and finish.error is not None:
+            if finish.error is not None and (supervision is None or finish.error.is_final):
                 say_how_to_continue(finish.error, config, to_continue)
             return FAILED
 

@@ -104,8 +104,12 @@ def _up(arguments: argparse.Namespace) -> int:
 def _began_with(run: Path) -> Config | None:
     """Return the configuration of the run that this coordinator goes on with, whatever its file says by now.
 
-    Files that the run reads again are those that it began with, too. None if the journal cannot be read.
+    Files that the run reads again are those that it began with, too. Its prerequisite is left out once that has made
+    the models. None if the journal cannot be read.
     """
+    import msgspec
+
+    from tandem.launch.preparing.needed_models import list_missing_models
     from tandem.observe.run_folder.checkpoints import config_of
     from tandem.observe.run_folder.journal import read_journal
     from tandem.observe.run_folder.journal_file import CONFIG_NAME
@@ -125,7 +129,7 @@ def _began_with(run: Path) -> Config | None:
                 f"{kept_inputs.MOST_BYTES >> 30} GiB in all): put it back, or continue with what it is by --resume"
             )
         os.environ[kept_inputs.VARIABLE] = str(inputs)
-    return config
+    return config if list_missing_models(config) else msgspec.structs.replace(config, prerequisite=None)
 
 
 def _mend_journal(run: Path, config: Config) -> None:
