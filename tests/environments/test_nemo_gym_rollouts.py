@@ -1,0 +1,285 @@
+"""The example rollouts that NeMo Gym 0.4.0 brings, replayed through our program: rewards and tool outputs, row by row.
+
+The endpoint of an episode answers what the model of the rollout did. Servers, agents and tools are NeMo Gym's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tandem.config.schema.environments import NemoGymConfig
+from tandem.samples.packaged_environments.tasks import play_command
+
+PYTHON = os.environ.get("TANDEM_NEMO_GYM", "")
+pytestmark = [
+    pytest.mark.skipif(not Path(PYTHON).is_file(), reason="NeMo Gym is not installed: tox -e families"),
+    pytest.mark.timeout(900),
+]
+WAIT_S = 600.0
+
+
+class Server(NamedTuple):
+    """A resources server whose rollouts are replayed."""
+
+    name: str
+    config: str = ""
+    """Its file of settings where that has another name than the server."""
+    needs: str = ""
+    """A module that it imports besides those of the package."""
+    fill: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """Of a rollout whose row the package does not bring: the fields that are not lost but elsewhere in it."""
+    timed: tuple[int, ...] = ()
+    """Rows that the server gives up on after some seconds, so that a busy machine gives them no reward."""
+
+    @property
+    def path(self) -> str:
+        return f"resources_servers/{self.name}/configs/{self.config or self.name}.yaml"
+
+
+def find_schema(rollout: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a structured output, whose properties are the longest object in the messages."""
+    texts = [item["content"] for item in rollout["responses_create_params"]["input"]]
+    properties: dict[str, Any] = {}
+    length = 0
+    for text in texts:
+        for place in (place for place, character in enumerate(text) if character == "{"):
+            with contextlib.suppress(json.JSONDecodeError):
+                value, end = json.JSONDecoder().raw_decode(text, place)
+                if end - place > length:
+                    properties, length = value, end - place
+    return {"schema_str": json.dumps({"type": "object", "properties": properties}), "schema_type": "json"}
+
+
+def take_calls_as_truth(rollout: dict[str, Any]) -> dict[str, Any]:
+    """Return the truth of a task of the workplace: of a solved one what was done, of another that nothing is to do."""
+    calls = [item for item in rollout["response"]["output"] if item["type"] == "function_call"]
+    truth = [{"name": call["name"], "arguments": call["arguments"]} for call in calls if rollout["reward"]]
+    return {"ground_truth": truth, "id": 0, "category": "", "environment_name": ""}
+
+
+SERVERS = (
+    Server("mcqa"),
+    Server("reasoning_gym", needs="reasoning_gym"),
+    Server("equivalence_rule", "lc"),
+    # A comparison takes 4 s of a core, and math-verify gives up after 5 s of the clock.
+    Server("math_with_judge", needs="math_verify", timed=(1,)),
+    Server("format_verification", "freeform_formatting"),
+    Server("structured_outputs", "structured_outputs_json", needs="xmltodict", fill=find_schema),
+    Server("example_single_tool_call"),
+    Server("example_multi_step"),
+    Server("example_session_state_mgmt"),
+    Server("workplace_assistant", fill=take_calls_as_truth),
+)
+
+
+class Rollout(NamedTuple):
+    """A rollout of the package's, and the row that it was played from."""
+
+    row: dict[str, Any]
+    output: list[dict[str, Any]]
+    is_incomplete: bool
+    """Whether the last answer ran into a limit of its length."""
+    reward: float
+
+    @property
+    def tool_outputs(self) -> list[str]:
+        return [str(item["output"]) for item in self.output if item["type"] == "function_call_output"]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last answer has to end as one that is cut. An agent would ask again after thoughts alone."""
+        return self.is_incomplete or {item["type"] for item in self.answers[-1]} == {"reasoning"}
+
+    @property
+    def answers(self) -> list[list[dict[str, Any]]]:
+        """What the model said between the outputs of tools."""
+        answers: list[list[dict[str, Any]]] = [[]]
+        was_tool = False
+        for item in self.output:
+            is_tool = item["type"] == "function_call_output"
+            if is_tool and not was_tool:
+                answers.append([])
+            elif not is_tool:
+                answers[-1].append(item)
+            was_tool = is_tool
+        return answers if answers[-1] else answers[:-1]
+
+
+def find_package() -> Path:
+    """Return the folder that holds the package, and the folders of its servers."""
+    command = [PYTHON, "-c", "import nemo_gym; print(nemo_gym.PARENT_DIR)"]
+    return Path(subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT_S).stdout.strip())
+
+
+def has_module(name: str) -> bool:
+    """Tell whether the interpreter of NeMo Gym has a module."""
+    command = [PYTHON, "-c", f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"]
+    return subprocess.run(command, timeout=WAIT_S).returncode == 0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def read_output(text: str) -> Any:
+    """Return what a tool gave, however its JSON is spaced."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def question_of(row: dict[str, Any]) -> str:
+    """Return what tells a row from another: the contents of its messages."""
+    items = row["responses_create_params"]["input"]
+    return json.dumps([items] if isinstance(items, str) else [item.get("content") for item in items], sort_keys=True)
+
+
+def read_rollouts(package: Path, server: Server) -> list[Rollout]:
+    """Return the rollouts of a server. Many have lost fields of their rows, which stand in another file."""
+    folder = package / "resources_servers" / server.name / "data"
+    rows = {question_of(row): row for row in read_lines(folder / "example.jsonl")}
+    rollouts = []
+    for line in read_lines(folder / "example_rollouts.jsonl"):
+        more = {} if server.fill is None else server.fill(line)
+        response, reward = line.pop("response"), float(line.pop("reward"))
+        row = rows.get(question_of(line), {**line, **more})
+        rollouts.append(Rollout(row, response["output"], response.get("incomplete_details") is not None, reward))
+    return rollouts
+
+
+class Episode:
+    """An episode as the endpoint sees it."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        self.posted: dict[str, Any] = {}
+        """The reward, or the error."""
+        self.tool_outputs: list[str] = []
+        self._answers = iter(rollout.answers)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a chat as the model of the rollout did."""
+        self.tool_outputs = [message["content"] for message in request["messages"] if message["role"] == "tool"]
+        items = next(self._answers)
+        texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
+        thoughts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["summary"]]
+        calls = [
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            for item in items
+            if item["type"] == "function_call"
+        ]
+        message = {
+            "role": "assistant",
+            "content": "".join(texts) or None,
+            "prompt_token_ids": [1, 2],
+            "generation_token_ids": [3],
+            "generation_log_probs": [-0.5],
+            **({"reasoning_content": "\n".join(thoughts)} if thoughts else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+        is_cut = self.rollout.is_cut and items == self.rollout.answers[-1]
+        reason = "length" if is_cut else "tool_calls" if calls else "stop"
+        return {
+            "id": "chat",
+            "object": "chat.completion",
+            "created": 0,
+            "model": request["model"],
+            "choices": [{"index": 0, "finish_reason": reason, "message": message}],
+            "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
+        }
+
+
+@contextlib.contextmanager
+def serve(episodes: list[Episode]) -> Iterator[str]:
+    """Serve the endpoints of episodes; yield where they are."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            _, _, number, path = self.path.split("/", 3)
+            episode = episodes[int(number)]
+            reply: dict[str, Any] = {}
+            if path == "v1/chat/completions":
+                reply = episode.answer(json.loads(content))
+            elif path == "reward":
+                episode.posted |= json.loads(content)
+            else:
+                episode.posted[path] = content
+            body = json.dumps(reply).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Keep the output of the tests readable."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/sessions"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def replay(place: Path, paths: list[str], rollouts: list[Rollout]) -> list[Episode]:
+    """Have the program play the rows of rollouts; return the episodes."""
+    episodes = [Episode(rollout) for rollout in rollouts]
+    command = play_command(NemoGymConfig(config={"config_paths": paths}, python=PYTHON))
+    output = place / "output.txt"
+    with serve(episodes) as address:
+        orders = [
+            {
+                "session_url": f"{address}/{number}",
+                "api_key": f"secret-{number}",
+                "model": "policy",
+                "problem": {"metadata": {"row": rollout.row}},
+            }
+            for number, rollout in enumerate(rollouts)
+        ]
+        lines = "".join(json.dumps(order) + "\n" for order in orders)
+        with output.open("w") as file:
+            ended = subprocess.run(
+                command, input=lines, stdout=file, stderr=file, text=True, cwd=place, timeout=WAIT_S, check=False
+            )
+    assert ended.returncode == 0, output.read_text()[-4000:]
+    return episodes
+
+
+@pytest.fixture(scope="session")
+def package() -> Path:
+    return find_package()
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=[server.name for server in SERVERS])
+def test_rewards_of_example_rollouts_are_equal_row_by_row(server: Server, package: Path, tmp_path: Path) -> None:
+    if server.needs and not has_module(server.needs):
+        pytest.skip(f"{server.needs} is not installed beside NeMo Gym: tox -e families")
+    rollouts = read_rollouts(package, server)
+    episodes = replay(tmp_path, [server.path], rollouts)
+    rewards = [episode.posted.get("reward", episode.posted) for episode in episodes]
+    expected = [rollout.reward for rollout in rollouts]
+    for number in server.timed:
+        expected[number] = 0.0 if rewards[number] == 0.0 else expected[number]
+    assert rewards == expected
+    for episode, rollout in zip(episodes, rollouts, strict=True):
+        assert [read_output(text) for text in episode.tool_outputs] == [read_output(text) for text in rollout.tool_outputs]
