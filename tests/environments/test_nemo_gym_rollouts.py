@@ -6,8 +6,10 @@ The endpoint of an episode answers what the model of the rollout did. Servers, a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from tandem.config.schema.environments import NemoGymConfig
@@ -75,6 +78,16 @@ SERVERS = (
     Server("math_with_judge", needs="math_verify", timed=(1,)),
     Server("format_verification", "freeform_formatting"),
     Server("structured_outputs", "structured_outputs_json", needs="xmltodict", fill=find_schema),
+    Server("gpqa_diamond"),
+    Server("arc_agi"),
+    Server("calendar"),
+    Server("mrcr"),
+    Server("structeval", "structeval_nonrenderable", needs="xmltodict"),
+    Server("xlam_fc"),
+    Server("single_step_tool_use_with_argument_comparison"),
+    Server("circle_click"),
+    Server("example_tool_call_multireward"),
+    Server("example_multi_turn_gymnasium"),
     Server("example_single_tool_call"),
     Server("example_multi_step"),
     Server("example_session_state_mgmt"),
@@ -92,27 +105,31 @@ class Rollout(NamedTuple):
     reward: float
 
     @property
-    def tool_outputs(self) -> list[str]:
-        return [str(item["output"]) for item in self.output if item["type"] == "function_call_output"]
+    def answers(self) -> list[list[dict[str, Any]]]:
+        """What the model said between the outputs of tools, or the messages of a user."""
+        return [list(items) for is_asked, items in itertools.groupby(self.output, is_of_environment) if not is_asked]
+
+    @property
+    def tool_outputs(self) -> list[Any]:
+        """The outputs of tools that the last answer was given."""
+        outputs: list[Any] = []
+        seen: list[Any] = []
+        for item in self.output:
+            if item["type"] == "function_call_output":
+                outputs.append(read_output(item["output"]))
+            elif not is_of_environment(item):
+                seen = [*outputs]
+        return seen
 
     @property
     def is_cut(self) -> bool:
         """Whether the last answer has to end as one that is cut. An agent would ask again after thoughts alone."""
         return self.is_incomplete or {item["type"] for item in self.answers[-1]} == {"reasoning"}
 
-    @property
-    def answers(self) -> list[list[dict[str, Any]]]:
-        """What the model said between the outputs of tools."""
-        answers: list[list[dict[str, Any]]] = [[]]
-        was_tool = False
-        for item in self.output:
-            is_tool = item["type"] == "function_call_output"
-            if is_tool and not was_tool:
-                answers.append([])
-            elif not is_tool:
-                answers[-1].append(item)
-            was_tool = is_tool
-        return answers if answers[-1] else answers[:-1]
+
+def is_of_environment(item: dict[str, Any]) -> bool:
+    """Tell whether an item of a rollout is no part of an answer."""
+    return item["type"] == "function_call_output" or item.get("role") == "user"
 
 
 def find_package() -> Path:
@@ -154,6 +171,7 @@ def read_rollouts(package: Path, server: Server) -> list[Rollout]:
         more = {} if server.fill is None else server.fill(line)
         response, reward = line.pop("response"), float(line.pop("reward"))
         row = rows.get(question_of(line), {**line, **more})
+        row.pop("agent_ref", None)  # some are of other files of settings
         rollouts.append(Rollout(row, response["output"], response.get("incomplete_details") is not None, reward))
     return rollouts
 
@@ -165,12 +183,21 @@ class Episode:
         self.rollout = rollout
         self.posted: dict[str, Any] = {}
         """The reward, or the error."""
-        self.tool_outputs: list[str] = []
+        self.requests: list[dict[str, Any]] = []
         self._answers = iter(rollout.answers)
+
+    @property
+    def tool_outputs(self) -> list[Any]:
+        """The outputs of tools that came with the last request, beyond those of the row."""
+        first, last = (
+            [read_output(message["content"]) for message in request["messages"] if message["role"] == "tool"]
+            for request in (self.requests[0], self.requests[-1])
+        )
+        return last[len(first) :]
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a chat as the model of the rollout did."""
-        self.tool_outputs = [message["content"] for message in request["messages"] if message["role"] == "tool"]
+        self.requests.append(request)
         items = next(self._answers)
         texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
         thoughts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["summary"]]
@@ -241,9 +268,8 @@ def serve(episodes: list[Episode]) -> Iterator[str]:
         server.server_close()
 
 
-def replay(place: Path, paths: list[str], rollouts: list[Rollout]) -> list[Episode]:
-    """Have the program play the rows of rollouts; return the episodes."""
-    episodes = [Episode(rollout) for rollout in rollouts]
+def play(place: Path, paths: list[str], episodes: list[Episode]) -> int:
+    """Have the program play the rows of episodes; return its exit code."""
     command = play_command(NemoGymConfig(config={"config_paths": paths}, python=PYTHON))
     output = place / "output.txt"
     with serve(episodes) as address:
@@ -252,17 +278,34 @@ def replay(place: Path, paths: list[str], rollouts: list[Rollout]) -> list[Episo
                 "session_url": f"{address}/{number}",
                 "api_key": f"secret-{number}",
                 "model": "policy",
-                "problem": {"metadata": {"row": rollout.row}},
+                "problem": {"metadata": {"row": episode.rollout.row}},
             }
-            for number, rollout in enumerate(rollouts)
+            for number, episode in enumerate(episodes)
         ]
         lines = "".join(json.dumps(order) + "\n" for order in orders)
-        with output.open("w") as file:
+        with output.open("a") as file:
             ended = subprocess.run(
                 command, input=lines, stdout=file, stderr=file, text=True, cwd=place, timeout=WAIT_S, check=False
             )
-    assert ended.returncode == 0, output.read_text()[-4000:]
+    return ended.returncode
+
+
+def replay(place: Path, paths: list[str], rollouts: list[Rollout]) -> list[Episode]:
+    """Have the program play the rows of rollouts to their ends; return the episodes."""
+    episodes = [Episode(rollout) for rollout in rollouts]
+    assert play(place, paths, episodes) == 0, (place / "output.txt").read_text()[-4000:]
     return episodes
+
+
+def list_servers() -> list[psutil.Process]:
+    """Return the resources servers that this process has started, through others."""
+    servers = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            is_server = any(word.endswith("serve_nemo_gym.py") for word in process.cmdline())
+            if is_server and Path(process.cwd()).parent.name == "resources_servers":
+                servers.append(process)
+    return servers
 
 
 @pytest.fixture(scope="session")
@@ -282,4 +325,43 @@ def test_rewards_of_example_rollouts_are_equal_row_by_row(server: Server, packag
         expected[number] = 0.0 if rewards[number] == 0.0 else expected[number]
     assert rewards == expected
     for episode, rollout in zip(episodes, rollouts, strict=True):
-        assert [read_output(text) for text in episode.tool_outputs] == [read_output(text) for text in rollout.tool_outputs]
+        assert episode.tool_outputs == rollout.tool_outputs
+
+
+def test_agents_of_several_servers_play_by_one_program(package: Path, tmp_path: Path) -> None:
+    """A row names its agent, which has a resources server of its own; all ask the one model server."""
+    servers = [Server(name) for name in ("mcqa", "example_multi_step", "example_session_state_mgmt")]
+    by_server = [read_rollouts(package, server) for server in servers]
+    for server, rollouts in zip(servers, by_server, strict=True):
+        for rollout in rollouts:
+            rollout.row["agent_ref"] = {"type": "responses_api_agents", "name": f"{server.name}_simple_agent"}
+    mixed = [rollout for row in zip(*by_server, strict=True) for rollout in row]
+    episodes = replay(tmp_path, [server.path for server in servers], mixed)
+    assert [episode.posted.get("reward", episode.posted) for episode in episodes] == [each.reward for each in mixed]
+    for episode in episodes:
+        assert episode.tool_outputs == episode.rollout.tool_outputs
+
+
+def test_a_server_of_tools_that_is_killed_amid_an_episode_has_it_played_anew(package: Path, tmp_path: Path) -> None:
+    """The counter of an episode is lost with its server: what was played of it counts for nothing."""
+
+    class Killing(Episode):
+        def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+            answer = super().answer(request)
+            if self.tool_outputs:
+                for server in list_servers():
+                    server.send_signal(signal.SIGKILL)
+            return answer
+
+    server = Server("example_session_state_mgmt")
+    rollouts = read_rollouts(package, server)
+    interrupted = [Killing(rollout) for rollout in rollouts]
+    assert play(tmp_path, [server.path], interrupted) == -signal.SIGKILL
+    assert not list_servers()
+    assert all("error" not in episode.posted for episode in interrupted)
+    over = [episode for episode in interrupted if episode.posted]
+    again = replay(tmp_path, [server.path], [each.rollout for each in interrupted if not each.posted])
+    assert again
+    for episode in [*over, *again]:
+        assert episode.posted["reward"] == episode.rollout.reward
+        assert episode.tool_outputs == episode.rollout.tool_outputs
