@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ class Server(NamedTuple):
     """Its file of settings where that has another name than the server."""
     needs: str = ""
     """A module that it imports besides those of the package."""
+    suffix: str = ""
+    """What the names of its files of rows and rollouts end with."""
     fill: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Of a rollout whose row the package does not bring: the fields that are not lost but elsewhere in it."""
     timed: tuple[int, ...] = ()
@@ -72,20 +74,27 @@ def take_calls_as_truth(rollout: dict[str, Any]) -> dict[str, Any]:
 
 SERVERS = (
     Server("mcqa"),
+    Server("mcqa", suffix="_with_template_metadata"),
     Server("reasoning_gym", needs="reasoning_gym"),
     Server("equivalence_rule", "lc"),
-    # A comparison takes 4 s of a core, and math-verify gives up after 5 s of the clock.
+    # One comparison takes 4 s of a core, and math-verify gives up after 5 s of the clock.
     Server("math_with_judge", needs="math_verify", timed=(1,)),
+    # Programs are run by Ray, with a limit of time for each test.
+    Server("code_gen", timed=(1,)),
     Server("format_verification", "freeform_formatting"),
     Server("structured_outputs", "structured_outputs_json", needs="xmltodict", fill=find_schema),
     Server("gpqa_diamond"),
     Server("arc_agi"),
     Server("calendar"),
     Server("mrcr"),
+    Server("graphwalks"),
+    Server("bunsenbench_chemistry_mcq"),
+    Server("nvarc", "inductive"),
     Server("structeval", "structeval_nonrenderable", needs="xmltodict"),
     Server("xlam_fc"),
     Server("single_step_tool_use_with_argument_comparison"),
     Server("circle_click"),
+    Server("circle_count"),
     Server("example_tool_call_multireward"),
     Server("example_multi_turn_gymnasium"),
     Server("example_single_tool_call"),
@@ -148,12 +157,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def read_output(text: str) -> Any:
+def read_output(output: Any) -> Any:
     """Return what a tool gave, however its JSON is spaced."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+    with contextlib.suppress(TypeError, json.JSONDecodeError):
+        return json.loads(output)
+    return output
 
 
 def question_of(row: dict[str, Any]) -> str:
@@ -165,9 +173,9 @@ def question_of(row: dict[str, Any]) -> str:
 def read_rollouts(package: Path, server: Server) -> list[Rollout]:
     """Return the rollouts of a server. Many have lost fields of their rows, which stand in another file."""
     folder = package / "resources_servers" / server.name / "data"
-    rows = {question_of(row): row for row in read_lines(folder / "example.jsonl")}
+    rows = {question_of(row): row for row in read_lines(folder / f"example{server.suffix}.jsonl")}
     rollouts = []
-    for line in read_lines(folder / "example_rollouts.jsonl"):
+    for line in read_lines(folder / f"example_rollouts{server.suffix}.jsonl"):
         more = {} if server.fill is None else server.fill(line)
         response, reward = line.pop("response"), float(line.pop("reward"))
         row = rows.get(question_of(line), {**line, **more})
@@ -232,7 +240,7 @@ class Episode:
 
 
 @contextlib.contextmanager
-def serve(episodes: list[Episode]) -> Iterator[str]:
+def serve(episodes: Sequence[Episode]) -> Iterator[str]:
     """Serve the endpoints of episodes; yield where they are."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -268,7 +276,7 @@ def serve(episodes: list[Episode]) -> Iterator[str]:
         server.server_close()
 
 
-def play(place: Path, paths: list[str], episodes: list[Episode]) -> int:
+def play(place: Path, paths: list[str], episodes: Sequence[Episode]) -> int:
     """Have the program play the rows of episodes; return its exit code."""
     command = play_command(NemoGymConfig(config={"config_paths": paths}, python=PYTHON))
     output = place / "output.txt"
@@ -313,7 +321,7 @@ def package() -> Path:
     return find_package()
 
 
-@pytest.mark.parametrize("server", SERVERS, ids=[server.name for server in SERVERS])
+@pytest.mark.parametrize("server", SERVERS, ids=[server.name + server.suffix for server in SERVERS])
 def test_rewards_of_example_rollouts_are_equal_row_by_row(server: Server, package: Path, tmp_path: Path) -> None:
     if server.needs and not has_module(server.needs):
         pytest.skip(f"{server.needs} is not installed beside NeMo Gym: tox -e families")
