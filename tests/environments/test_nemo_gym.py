@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -24,7 +25,7 @@ from tandem.samples.batch import SampleBatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import rollout_harness  # type: ignore[import-not-found]
-from agents_harness import assert_probable  # type: ignore[import-not-found]
+from agents_harness import assert_probable, sequences  # type: ignore[import-not-found]
 
 PYTHON = os.environ.get("TANDEM_NEMO_GYM", "")
 pytestmark = [
@@ -63,6 +64,17 @@ def problem_of(question: str, **changes: Any) -> Problem:
     return Problem(problem_id="p", question=question, answer="", metadata={"row": {**row_of(question), **changes}})
 
 
+def dialogue_of(question: str) -> Problem:
+    """Return a problem of several turns: two follow-ups, and the last answer is to have a u."""
+    row = {
+        "responses_create_params": {"input": [{"role": "user", "content": question}]},
+        "follow_ups": ["12", "34"],
+        "expected_answer": "u",
+        "agent_ref": {"type": "responses_api_agents", "name": "example_multi_turn_gymnasium_agent"},
+    }
+    return Problem(problem_id="d", question=question, answer="", metadata={"row": row})
+
+
 @contextlib.contextmanager
 def rollout_of(place: Path, num_at_once: int = 16, on_error: str = "fail", **settings: Any) -> Iterator[Any]:
     entry = {"nemo_gym": {**SETTINGS, **settings}, "timeout_s": WAIT_S, "max_concurrency": num_at_once}
@@ -88,6 +100,16 @@ def answer_of(rollout: Any, arrays: SampleBatch) -> str:
     return str(rollout.tokenizer.decode([token for token in tokens if token != rollout.tokenizer.eos_id]))
 
 
+def answers_of(rollout: Any, arrays: SampleBatch) -> list[str]:
+    """Return the answers of an episode in their order, each of which counts once."""
+    answers = []
+    for branch in sequences(arrays):
+        places = np.flatnonzero(branch.loss_mask_T)
+        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+            answers.append(str(rollout.tokenizer.decode(branch.token_ids_T[run].tolist())))
+    return answers
+
+
 def test_episodes_have_the_rewards_of_its_server_and_are_repeated(tmp_path: Path) -> None:
     with rollout_of(tmp_path, num_at_once=1) as rollout:
         groups = [rollout.group(number, [7, 8, 9, 10], problem_of(str(number))) for number in range(2)]
@@ -101,6 +123,32 @@ def test_episodes_have_the_rewards_of_its_server_and_are_repeated(tmp_path: Path
             for name in ("token_ids_T", "generation_logprobs_T"):
                 assert getattr(again[key][1], name).tobytes() == getattr(arrays, name).tobytes()
     assert {scored.reward for scored, _ in samples.values()} == {0.0, 1.0}
+    assert not list_servers()
+
+
+def test_agents_of_two_servers_play_in_one_run_and_all_turns_are_trained_on(tmp_path: Path) -> None:
+    path = "resources_servers/example_multi_turn_gymnasium/configs/example_multi_turn_gymnasium.yaml"
+    config = {"config_paths": [*MCQA["config_paths"], path]}
+    with rollout_of(tmp_path, num_at_once=1, config=config) as rollout:
+        groups = [
+            rollout.group(number, [7, 8, 9, 10], (problem_of if number % 2 else dialogue_of)(str(number)))
+            for number in range(4)
+        ]
+        samples = rollout.run(*groups)
+        assert len(samples) == 16
+        for (group, _), (scored, arrays) in samples.items():
+            assert_probable(arrays, {0: rollout.model})
+            if group % 2:
+                assert scored.reward == expect_reward(answer_of(rollout, arrays)), scored
+                assert scored.num_turns == 1
+                continue
+            answers = answers_of(rollout, arrays)
+            assert scored.num_turns == len(answers) == 3
+            # NeMo Gym leaves an empty answer out of the next prompt, which then continues nothing.
+            assert len(arrays.lengths_S) == 1 + answers[:2].count("")
+            assert scored.reward == float("u" in answers[-1])
+        dialogues = {scored.reward for (group, _), (scored, _) in samples.items() if group % 2 == 0}
+        assert dialogues == {0.0, 1.0}
     assert not list_servers()
 
 

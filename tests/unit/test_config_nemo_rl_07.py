@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import dump_yaml, load_config, notices
@@ -176,6 +177,71 @@ def test_nemo_gym_scores_everything_where_it_is_asked_for() -> None:
     assert settings.config["code_gen"]["resources_servers"]["code_gen"]["num_processes"] == 1024
     assert settings.config["config_paths"] == ["responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"]
     assert settings.config["uv_venv_dir"] == "/opt/gym"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own", "parser"),
+    [
+        ("{enable_auto_tools: true, tool_parser: hermes}", "null", "hermes"),
+        ("{enable_auto_tools: true, tool_parser: qwen3_coder, reasoning_parser: nano_v3}", "null", "qwen3_coder"),
+        ("{enable_auto_tools: true, tool_parser: nemotron_json}", "null", "auto"),
+        ("{enable_auto_tools: true, tool_parser: hermes}", "mistral", "mistral"),
+        ("{enable_auto_tools: false, tool_parser: hermes}", "null", None),
+        ("{reasoning_parser: deepseek_r1}", "null", None),
+        ("null", "null", None),
+    ],
+)
+def test_agents_of_nemo_gym_get_tool_calls_as_files_tell_vllms_server(
+    arguments: str, own: str, parser: str | None
+) -> None:
+    """NeMo-RL's files have no key for it but the argument of vLLM's own server."""
+    given = [
+        f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs={arguments}",
+        f"policy.generation.tool_call_parser={own}",
+    ]
+    config = load_config("grpo_nemo_gym.yaml", given, to_run=False)
+    assert config.policy.generation.tool_call_parser == parser
+    alone = load_config("grpo_math_1B.yaml", given)
+    assert alone.policy.generation.tool_call_parser == (None if own == "null" else own), "no agent asks for it"
+
+
+def test_rows_of_nemo_gym_are_taken_in_the_earlier_form_too(tmp_path: Path) -> None:
+    """NeMo-RL's `grpo_workplace_assistant_nemotron_nano_v2_9b.yaml` had these keys before its lists of data sets."""
+    agent = "workplace_assistant_simple_agent"
+    own = {
+        "defaults": str(FILES / "grpo_math_1B.yaml"),
+        "data": {
+            "_override_": True,
+            "train_jsonl_fpath": "train.jsonl",
+            "validation_jsonl_fpath": "validation.jsonl",
+            "agent_name": agent,
+            "shuffle": True,
+            "num_workers": 0,
+        },
+        "logger": {"wandb": {"name": "own"}},
+        "env": {
+            "_override_": True,
+            "should_use_nemo_gym": True,
+            "nemo_gym": {
+                "config_paths": ["resources_servers/workplace_assistant/configs/workplace_assistant.yaml"],
+                agent: {"responses_api_agents": {"simple_agent": {"max_steps": 6}}},
+            },
+        },
+    }
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    config = load_config(tmp_path / "own.yaml", to_run=False)
+    assert config.environments == ("nemo_gym",)
+    settings = config.env["nemo_gym"].nemo_gym
+    assert settings is not None
+    assert settings.agent == agent
+    assert sorted(settings.config) == ["config_paths", agent]
+    assert [each.data_path for each in (*config.data.train, *config.data.validation)] == [
+        "train.jsonl",
+        "validation.jsonl",
+    ]
+    assert {each.dataset_name for each in (*config.data.train, *config.data.validation)} == {"NemoGymDataset"}
+    with pytest.raises(ConfigError, match=r"data\.train_jsonl_fpath: unknown key"):
+        load_config("grpo_math_1B.yaml", ["data.train_jsonl_fpath=train.jsonl"], to_run=False)
 
 
 def test_arguments_of_vllm_that_are_taken_and_not_handed_on() -> None:

@@ -7,13 +7,14 @@ and indirect choices of an algorithm or environment become explicit keys.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from tandem.config.conform import config_type, field_of, list_struct_types
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import MODELS, EnvironmentConfig
 from tandem.config.schema.declarations import ALGORITHMS, DISTILLATION, OFF_POLICY_DISTILLATION
-from tandem.config.schema.environments import IMAGE_ENVIRONMENTS, NEMO_GYM, PACKAGED, NemoGymConfig
+from tandem.config.schema.environments import IMAGE_ENVIRONMENTS, NEMO_GYM, NEMO_GYM_ROWS, PACKAGED, NemoGymConfig
+from tandem.config.schema.generation import ToolCallParser
 from tandem.config.schema.policy import PASSTHROUGH_TEMPLATE
 
 ELSEWHERE = (
@@ -43,6 +44,9 @@ _OF_NEMO_RL = {
     "thinking_tags": "they are those of the model's own chat template",
 }
 """NeMo-RL's keys below ``env.nemo_gym`` that NeMo Gym itself does not read, with what makes them without effect."""
+
+_FILES_OF_ROWS = {"train_jsonl_fpath": "train", "validation_jsonl_fpath": "validation"}
+"""Keys of NeMo-RL's earlier files for rows of NeMo Gym, and the lists that have them now."""
 
 _EPISODE_S = 600.0
 """Timeout of an episode of a packaged environment, unless the file has one."""
@@ -152,6 +156,9 @@ def reshape(tree: dict[str, Any]) -> None:
             _reshape_validation(section)
     if isinstance(tree.get("env"), dict):
         _leave_out_switches(tree, tree["env"])
+        if tree["env"].get("should_use_nemo_gym") or isinstance(tree["env"].get(NEMO_GYM), dict):
+            _list_files_of_rows(tree, tree["env"])
+            _name_tool_calls(tree)
         _reshape_nemo_gym(tree, tree["env"])
         _reshape_environments(tree["env"])
     checkpointing = tree.get("checkpointing")
@@ -280,6 +287,33 @@ def _leave_out_switches(tree: dict[str, Any], env: dict[str, Any]) -> None:
             tree["ignored"] = ignored = [*ignored, f"env.{name} (true) has no effect: {reason}"]
         if isinstance(env.get(name), bool):
             del env[name]
+
+
+def _list_files_of_rows(tree: dict[str, Any], env: dict[str, Any]) -> None:
+    """Convert the files of rows, and the agent that plays them, from NeMo-RL's form before its lists of data sets."""
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return
+    for name, side in _FILES_OF_ROWS.items():
+        if isinstance(data.get(name), str) and data.get(side) is None:
+            data[side] = {"dataset_name": NEMO_GYM_ROWS, "data_path": data.pop(name)}
+    entry = env.setdefault(NEMO_GYM, {})
+    if isinstance(data.get("agent_name"), str) and isinstance(entry, dict) and NEMO_GYM not in entry:
+        entry.setdefault("agent", data.pop("agent_name"))
+
+
+def _name_tool_calls(tree: dict[str, Any]) -> None:
+    """Name the format of tool calls as the arguments of vLLM's own server do, without which agents would get none."""
+    generation: Any = tree
+    for name in ("policy", "generation"):
+        generation = generation.get(name) if isinstance(generation, dict) else None
+    if not isinstance(generation, dict) or generation.get("tool_call_parser") is not None:
+        return
+    vllm = generation.get("vllm_cfg")
+    arguments = vllm.get("http_server_serving_chat_kwargs") if isinstance(vllm, dict) else None
+    parser = arguments.get("tool_parser") if isinstance(arguments, dict) else None
+    if isinstance(parser, str) and arguments.get("enable_auto_tools"):
+        generation["tool_call_parser"] = parser if parser in get_args(ToolCallParser) else "auto"
 
 
 def _reshape_nemo_gym(tree: dict[str, Any], env: dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ MOOT = (
     MootKey(
         "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
         (None, {}),
-        "policy.generation.expose_http_server and tool_call_parser decide",
+        "policy.generation.expose_http_server and tool_call_parser decide, which for NeMo Gym is its tool_parser",
     ),
     MootKey("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
     MootKey("policy.generation.vllm_cfg.tool_parser_plugin", (None,), "the server is not vLLM's"),

@@ -113,7 +113,8 @@ class VllmCfg(ConfigSection, frozen=True, kw_only=True):
     limit_mm_per_prompt: MediaLimits | None = None
     """Images, sounds and videos that a prompt may have."""
     http_server_serving_chat_kwargs: dict[str, Any] | None = None
-    """Accepted: arguments of vLLM's own server. Here, `expose_http_server` and `tool_call_parser` replace them."""
+    """Accepted: arguments of vLLM's own server. Here, `expose_http_server` and `tool_call_parser` replace them. For
+    agents of NeMo Gym, `tool_parser` with `enable_auto_tools` is the default of `tool_call_parser`."""
     reasoning_parser_plugin: NonEmptyStr | None = None
     """Accepted: a plugin of vLLM's own server."""
     enable_vllm_metrics_logger: bool = False

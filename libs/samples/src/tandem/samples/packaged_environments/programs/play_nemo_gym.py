@@ -36,6 +36,8 @@ _HEALTH_S = 10.0
 """Longest time for an answer of a server that is looked at ..."""
 _HANGS_S = 60.0
 """... and how long it may give none before it counts as hanging."""
+_END_S = 10.0
+"""How long servers that are told to end may take."""
 _POLICY = "policy_model"
 _JUDGE = "policy_model_as_judge"
 _MARK = "tandem_episode"
@@ -269,9 +271,14 @@ class GymServers:
                 give_up("a server of NeMo Gym is gone or hangs")
 
     async def close(self) -> None:
-        """End the servers."""
+        """End the servers, those that have begun Ray with it."""
         if self._http is not None:
             await self._http.close()
+        for process in self._processes.values():
+            process.terminate()
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
+            await asyncio.sleep(0.05)
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
