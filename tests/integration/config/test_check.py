@@ -246,7 +246,7 @@ def test_a_folder_that_holds_a_run_is_said() -> None:
     assert coordinator("up", config).returncode == 0
     checked = coordinator("check", config)
     assert checked.returncode == 0
-    assert checked.stderr == "note: run already holds a run: go on with it by --resume, or begin anew by --restart\n"
+    assert checked.stderr == "note: run already holds a run: continue it with --resume, or begin again with --restart\n"
     for flag in ("--resume", "--restart"):
         assert flag in coordinator("up", config).stderr
 

@@ -129,7 +129,7 @@ def _earlier(ready: CheckedConfig) -> Iterator[str]:
     if changed := find_model_differences(config):
         yield f"policy.new_model differs from {config.policy.model_name} in {changed}; --restart makes it again"
     if has_begun(config):
-        yield f"{config.logger.log_dir} already holds a run: go on with it by --resume, or begin anew by --restart"
+        yield f"{config.logger.log_dir} already holds a run: continue it with --resume, or begin again with --restart"
     if (before := ready.prerequisite) is None:
         return
     if changed := differences(before):
