@@ -311,8 +311,10 @@ def _name_tool_calls(tree: dict[str, Any]) -> None:
         return
     vllm = generation.get("vllm_cfg")
     arguments = vllm.get("http_server_serving_chat_kwargs") if isinstance(vllm, dict) else None
-    parser = arguments.get("tool_parser") if isinstance(arguments, dict) else None
-    if isinstance(parser, str) and arguments.get("enable_auto_tools"):
+    if not isinstance(arguments, dict) or not arguments.get("enable_auto_tools"):
+        return
+    parser = arguments.get("tool_parser")
+    if isinstance(parser, str):
         generation["tool_call_parser"] = parser if parser in get_args(ToolCallParser) else "auto"
 
 
