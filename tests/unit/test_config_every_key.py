@@ -106,11 +106,18 @@ OTHERWISE = {
                 "correct_from",
             ),
             ("nemo_gym", "config agent variables correct_from"),
+            ("harbor", "agent kwargs validation_tasks variables timeout_multiplier reward correct_from"),
         )
         for name in names.split()
     },
     "env.verifiers.python": (f"{_PROGRAMS}/../tasks.py", "else settings.python"),
     "env.nemo_gym.python": (f"{_PROGRAMS}/../tasks.py", "else settings.python"),
+    "env.harbor.python": (f"{_PROGRAMS}/../tasks.py", "else settings.python"),
+    "env.harbor.tasks": (f"{_PROGRAMS}/play_harbor.py", 'describe("tasks")'),
+    **{
+        f"env.harbor.{name}": (f"{_PROGRAMS}/harbor_sandbox.py", f'settings["{name}"]')
+        for name in ("network", "root", "paths", "memory_mb", "storage_mb", "processes")
+    },
 }
 """Keys that are read by a name in a variable, or by another key that they set: the file, and the text that does it."""
 

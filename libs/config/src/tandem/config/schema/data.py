@@ -20,6 +20,7 @@ from tandem.config.schema.base import (
     PositiveInt,
 )
 from tandem.config.schema.environments import (
+    HarborConfig,
     NemoGymConfig,
     OpenEnvConfig,
     PackagedConfig,
@@ -472,6 +473,8 @@ class EnvironmentConfig(RewardModelKeys, frozen=True, kw_only=True):
     """New. An environment of OpenEnv, whose episodes are the problems of the run."""
     nemo_gym: NemoGymConfig | None = None
     """New. Agents of NeMo Gym, in NeMo-RL's files ``env.nemo_gym`` itself."""
+    harbor: HarborConfig | None = None
+    """New. Tasks of Harbor in a folder."""
 
     @cached_property
     def longest_call_s(self) -> float:
@@ -486,7 +489,7 @@ class EnvironmentConfig(RewardModelKeys, frozen=True, kw_only=True):
     @cached_property
     def packaged(self) -> PackagedConfig | None:
         """Settings of the packaged environment, if it is one."""
-        return self.verifiers or self.openenv or self.nemo_gym
+        return self.verifiers or self.openenv or self.nemo_gym or self.harbor
 
     @cached_property
     def is_reward_model(self) -> bool:

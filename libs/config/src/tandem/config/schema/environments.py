@@ -18,7 +18,9 @@ NEMO_GYM = "nemo_gym"
 """The same for the rows that the agents of NeMo Gym name in their own configuration."""
 NEMO_GYM_ROWS = "NemoGymDataset"
 """Value of ``data.dataset_name`` for files with rows of NeMo Gym, by NeMo-RL's name."""
-PACKAGED = (VERIFIERS, OPENENV, NEMO_GYM)
+HARBOR = "harbor"
+"""The same for the tasks of Harbor in a folder."""
+PACKAGED = (VERIFIERS, OPENENV, NEMO_GYM, HARBOR)
 """Data sets whose problems are the tasks of a packaged environment."""
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 REWARD_MODEL = "reward_model"
@@ -181,4 +183,40 @@ class NemoGymConfig(ConfigSection, frozen=True, kw_only=True):
     """New. Lowest reward of an episode that counts as solved, for the accuracy."""
 
 
-PackagedConfig = VerifiersConfig | OpenEnvConfig | NemoGymConfig
+class HarborConfig(ConfigSection, frozen=True, kw_only=True):
+    """Tasks of Harbor in a folder, played in sandboxes on this machine (``docs/packaged_environments.md``)."""
+
+    tasks: NonEmptyStr
+    """New. Folder with tasks: every folder below it that has a ``task.toml``, or itself."""
+    validation_tasks: NonEmptyStr | None = None
+    """New. Folder with the tasks to validate on; null holds out some of the tasks to train on."""
+    python: NonEmptyStr | None = None
+    """New. Interpreter that has the package, which needs Python 3.12; null means the interpreter of the run."""
+    agent: NonEmptyStr = "terminus-2"
+    """New. The agent that plays: the name of one of Harbor's, or ``MODULE:CLASS``."""
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """New. Arguments of the agent, such as ``{max_turns: 8}``."""
+    network: bool = False
+    """New. Whether programs in a sandbox have the machine's network. Otherwise they have none, whatever a task says."""
+    root: NonEmptyStr | None = None
+    """New. Folder with a prepared root file system that sandboxes change a copy of; ``{task}`` stands for a task's
+    name. null shows the machine's own programs, read-only."""
+    paths: tuple[NonEmptyStr, ...] = ()
+    """New. More files and folders of the machine that a sandbox sees, read-only."""
+    variables: tuple[NonEmptyStr, ...] = ()
+    """New. Environment variables of the run that tasks may name in their ``env``; all others are hidden from them."""
+    memory_mb: PositiveInt = 2048
+    """New. Most memory of each process in a sandbox, where its task says nothing."""
+    storage_mb: PositiveInt = 1024
+    """New. Size of a sandbox's files, which lie in memory, where its task says nothing."""
+    processes: PositiveInt = 256
+    """New. Most processes and threads of a sandbox at once."""
+    timeout_multiplier: PositiveFloat = 1.0
+    """New. Factor of all times that tasks allow."""
+    reward: NonEmptyStr = "reward"
+    """New. Which of a verifier's rewards counts; the others are components."""
+    correct_from: float = 1.0
+    """New. Lowest reward of an episode that counts as solved, for the accuracy."""
+
+
+PackagedConfig = VerifiersConfig | OpenEnvConfig | NemoGymConfig | HarborConfig

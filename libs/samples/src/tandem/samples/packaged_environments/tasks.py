@@ -28,6 +28,7 @@ PROGRAMS: dict[type[environments.PackagedConfig], tuple[str, str]] = {
     environments.VerifiersConfig: (environments.VERIFIERS, "play_verifiers.py"),
     environments.OpenEnvConfig: (environments.OPENENV, "play_openenv.py"),
     environments.NemoGymConfig: (environments.NEMO_GYM, "play_nemo_gym.py"),
+    environments.HarborConfig: (environments.HARBOR, "play_harbor.py"),
 }
 """The key of each kind of packaged environment, and the program that plays it."""
 NOT_INSTALLED = 69
@@ -96,8 +97,9 @@ def _list(config: Config, *words: str) -> tuple[str, ListedTasks]:
         if code == NOT_INSTALLED:
             package = (read_last_lines(output, 1) or [kind])[-1]
             remedy = install_command(kind)
-            if isinstance(settings, environments.NemoGymConfig):
-                remedy = f"install nemo-gym apart, on Python 3.12 or later, and name its interpreter: {key}.python"
+            if isinstance(settings, environments.NemoGymConfig | environments.HarborConfig):
+                title = kind.replace("_", "-")
+                remedy = f"install {title} apart, on Python 3.12 or later, and name its interpreter: {key}.python"
             raise ConfigError(f"{key}: the package {package} is not installed; {remedy}")
         if not answer.exists():
             last = (read_last_lines(output, 1) or ["nothing"])[-1]
