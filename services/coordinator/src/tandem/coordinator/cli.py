@@ -16,6 +16,7 @@ from tandem.common.distribution import version
 from tandem.common.errors import BAD_INPUT, FAILED, INTERRUPTED, ConfigError, DamagedCheckpoint, TandemError, nearest
 from tandem.common.network import forget_empty_endpoint
 from tandem.common.shortages import is_shortage
+from tandem.coordinator.bisecting import bisect
 from tandem.coordinator.clusters import kubernetes, ray, slurm
 from tandem.coordinator.commands import (
     chat,
@@ -46,7 +47,7 @@ from tandem.coordinator.tinker import tinker
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "start a run": (init, check, plan, up, sweep, replay),
-    "look at a run": (view, samples, diagnose, report, runs, note, refits),
+    "look at a run": (view, samples, diagnose, bisect, report, runs, note, refits),
     "weights and models": (eval, chat, serve, tinker, merge, push),
     "machines": (doctor, slurm, kubernetes, ray, join, keys),
     "shell": (completion,),
@@ -68,6 +69,7 @@ EXAMPLES = {
     "samples": "coordinator samples results/arithmetic --step 12 --worst",
     "report": "coordinator report results/arithmetic results/seed1",
     "diagnose": "coordinator diagnose results/arithmetic",
+    "bisect": "coordinator bisect results/arithmetic",
     "refits": "coordinator refits results/arithmetic",
     "replay": "coordinator replay results/arithmetic --from 50 loss_fn.ratio_clip_max=0.28",
     "eval": "coordinator eval examples/arithmetic.yaml --model results/arithmetic eval.num_tests_per_prompt=8",
@@ -169,6 +171,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--from STEP says where to --resume: give both")
     if arguments.command == "replay" and arguments.resume and arguments.to_step is not None:
         parser.error("--to STEP is set when a replay begins: leave it out with --resume")
+    if arguments.command == "replay" and arguments.resume and arguments.without is not None:
+        parser.error("--without FILE is set when a replay begins: leave it out with --resume")
     return arguments
 
 
