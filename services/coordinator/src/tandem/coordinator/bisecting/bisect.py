@@ -93,12 +93,13 @@ def _say_nothing(text: str) -> None:
 def _troubles(evidence: RunEvidence, arguments: argparse.Namespace) -> list[Trouble]:
     from tandem.common.errors import nearest
     from tandem.coordinator.bisecting.troubles import find_by_hand, find_troubles
+    from tandem.observe.diagnosis import diagnose
 
     metric, above, below = arguments.metric, arguments.above, arguments.below
     if metric is None:
         if above is not None or below is not None or arguments.step is not None:
             raise ConfigError("--above, --below and --step belong to --metric NAME")
-        return find_troubles(evidence)
+        return find_troubles(evidence, diagnose(evidence.folder).findings)
     names = sorted({name for record in evidence.steps for name in record.metrics})
     if metric not in names:
         raise ConfigError(f"--metric {metric}: {evidence.folder} has no such metric{nearest(metric, names)}")

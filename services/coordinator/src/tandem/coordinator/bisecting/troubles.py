@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tandem.observe.diagnosis import CHECKS, diagnose
+from tandem.observe.diagnosis import CHECKS
 from tandem.observe.diagnosis.evidence import DiagnosisFinding, RunEvidence
 from tandem.observe.diagnosis.optimisation import (
     ENTROPY_GROWN,
@@ -162,14 +162,10 @@ def points_of(metric: str, steps: Sequence[StepRecord]) -> list[tuple[int, float
     return [(step, value) for step, value in pairs if value is not None]
 
 
-def find_troubles(evidence: RunEvidence) -> list[Trouble]:
-    """Return the troubles of a run that follow from no other, the most likely first."""
-    findings = [
-        finding
-        for finding in diagnose(evidence.folder).findings
-        if not finding.explained_by and finding.name not in _NOT_BY_TRAINING
-    ]
-    return [_describe(evidence, finding) for finding in findings[:MOST_TROUBLES]]
+def find_troubles(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[Trouble]:
+    """Return those findings of a diagnosis that follow from no other as troubles, the most likely first."""
+    causes = [each for each in findings if not each.explained_by and each.name not in _NOT_BY_TRAINING]
+    return [_describe(evidence, finding) for finding in causes[:MOST_TROUBLES]]
 
 
 def find_by_hand(
