@@ -20,7 +20,7 @@ POISON = """
 from tandem.rollout.environments import Score
 
 class Poison:
-    '''One response in the fourth step is worth a million; digits are worth something in all others.'''
+    '''One response in the second step is worth a million; digits are worth something in all others.'''
 
     def __init__(self):
         self.scored = 0
@@ -29,20 +29,26 @@ class Poison:
         self.scored += 1
         correct = response.strip() == problem.answer
         share = sum(character.isdigit() for character in response) / (len(response) + 1)
-        return Score(reward=1e6 if self.scored == 55 else share, correct=correct)
+        return Score(reward=1e6 if self.scored == 23 else share, correct=correct)
 """
 BROKEN: dict[str, Any] = {
-    "grpo": {"max_num_steps": 6, "val_period": 0, "normalize_rewards": False},
+    "grpo": {"max_num_steps": 5, "val_period": 0, "normalize_rewards": False},
     "env": {"poison": {"class": "poisoned.Poison"}},
     "checkpointing": {"metric_name": "reward"},
 }
+
+HEALTHY: dict[str, Any] = {
+    "grpo": {"max_num_steps": 4},
+    "policy": {"max_total_sequence_length": 64, "generation": {"max_new_tokens": 48}},
+}
+"""A model that was never trained writes until it happens to stop."""
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with a run of four steps, which tests copy."""
     folder = tmp_path_factory.mktemp("healthy")
-    undisturbed_run(folder, {"grpo": {"max_num_steps": 4}})
+    undisturbed_run(folder, HEALTHY)
     return folder
 
 
@@ -58,7 +64,7 @@ def test_a_poisoned_sample_is_named_and_no_trial_is_done_twice() -> None:
     undisturbed_run(Path(), BROKEN)
     poisoned = [
         sample
-        for step in range(1, 7)
+        for step in range(1, 6)
         for sample in read_samples(Path("run"), step, None, "train")
         if sample.reward == 1e6
     ]
@@ -73,12 +79,10 @@ def test_a_poisoned_sample_is_named_and_no_trial_is_done_twice() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     sample = poisoned[0]
     name = f"step {sample.step}, group {sample.group}, sample {sample.sample}"
-    assert re.search(
-        rf"^cause: {name} \(problem {re.escape(sample.problem_id)}, reward 1e\+06\): without it the trouble is gone, "
-        r"and with it alone it is there \(trials [\d, ]+\)$",
-        done.stdout,
-        re.MULTILINE,
-    ), done.stdout
+    named = rf"{name} \(problem {re.escape(sample.problem_id)}, reward 1e\+06\)"
+    shown = r"without it the trouble is gone, and without all other groups it is there \(trials [\d, ]+\)"
+    sentence = rf"^cause of numbers out of proportion: {named}: {shown}$"
+    assert re.search(sentence, done.stdout, re.MULTILINE), done.stdout
     table = [json.loads(line) for line in Path("run-bisect/trials.jsonl").read_text().splitlines()[1:]]
     assert [json.dumps(row) for row in table[: len(earlier)]] == [json.dumps(json.loads(line)) for line in earlier]
     keys = [row["key"] for row in table]
@@ -98,7 +102,10 @@ def test_a_rate_is_named(run: str) -> None:
     before = {path: path.stat().st_mtime_ns for path in Path(run).rglob("*") if path.is_file()}
     done = coordinator("bisect", run)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "cause: policy.optimizer.kwargs.lr, which is 0.3: with policy.optimizer.kwargs.lr=" in done.stdout
+    assert (
+        "cause of learning rate too large: policy.optimizer.kwargs.lr, which is 0.3: with policy.optimizer.kwargs.lr="
+        in done.stdout
+    )
     assert {path: path.stat().st_mtime_ns for path in before} == before, "the run is only read"
 
 

@@ -123,7 +123,7 @@ def _conclusion(end: BisectionEnd) -> str:
     if end.cause is None:
         return f"no cause is named: {end.reason}"
     numbers = ", ".join(map(str, end.cause.trials))
-    return f"cause: {end.cause.text} (trials {numbers})"
+    return f"cause of {end.cause.trouble}: {end.cause.text} (trials {numbers})"
 
 
 def _print_table(records: list[TrialRecord]) -> None:

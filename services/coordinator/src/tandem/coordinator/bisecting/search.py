@@ -54,6 +54,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class NamedCause(msgspec.Struct, frozen=True, kw_only=True):
     """The cause of a trouble."""
 
+    trouble: str = ""
+    """Name of the trouble."""
     cause: str
     """Key, or keys, or samples."""
     text: str
@@ -98,9 +100,10 @@ class Bisection:
                 end = _TroubleSearch(self, self._evidence, trouble).search()
             except OutOfBudget as error:
                 return BisectionEnd(cause=None, reason=str(error), is_cut_short=True)
+            name = trouble.finding or trouble.metric
             if end.cause is not None:
-                return end
-            reasons.append(f"{trouble.finding or trouble.metric}: {end.reason}")
+                return msgspec.structs.replace(end, cause=msgspec.structs.replace(end.cause, trouble=name))
+            reasons.append(f"{name}: {end.reason}")
         return BisectionEnd(cause=None, reason="; ".join(reasons))
 
     def try_out(self, spec: TrialSpec, trouble: Trouble) -> TrialRecord:
@@ -302,22 +305,30 @@ class _TroubleSearch:
     def _name_samples(
         self, few: Sequence[SampleFacts], facts: Sequence[SampleFacts], control: TrialRecord
     ) -> NamedCause | None:
-        """Name a few samples, if the trouble is gone without them, and is there with them alone."""
+        """Name a few samples, if the trouble is gone without them, and is there with them alone.
+
+        Samples are compared with those of their groups, which therefore stay.
+        """
         without = self._is_gone_without(few, _name_samples(few))
-        others = [fact for fact in facts if fact not in {*few}]
-        spec = self._spec("replay", f"with {_name_samples(few)} alone", edits=edits_of(others))
+        if without is None:
+            return None
+        them, numbers = "it" if len(few) == 1 else "them", (control.number, without.number)
+        listed = "; ".join(map(str, few[:_MOST_NAMED]))
+        listed += f"; and {len(few) - _MOST_NAMED} more" if len(few) > _MOST_NAMED else ""
+        text = f"{listed}: without {them} the trouble is gone"
+        if self._trouble.is_relative:
+            return NamedCause(cause=_name_samples(few), text=text, trials=numbers)
+        groups = {(fact.step, fact.group) for fact in few}
+        others = [fact for fact in facts if (fact.step, fact.group) not in groups]
+        change = f"without all groups but {'that' if len(groups) == 1 else 'those'} of {_name_samples(few)}"
+        spec = self._spec("replay", change, edits=edits_of(others))
         assert spec is not None, "the control has the same span"
         alone = self._try(spec)
-        if without is None or alone.outcome != "trouble":
-            self._unmet.append(f"{_name_samples(few)} alone do not make the trouble")
+        if alone.outcome != "trouble":
+            self._unmet.append(f"without {_name_samples(few)} the trouble is gone, but alone they do not make it")
             return None
-        listed = "; ".join(map(str, few[:_MOST_NAMED])) + (f"; and {len(few) - _MOST_NAMED} more" * (len(few) > 3))
-        text = f"{listed}: without {_them(few)} the trouble is gone, and with {_them(few)} alone it is there"
-        return NamedCause(cause=_name_samples(few), text=text, trials=(control.number, without.number, alone.number))
-
-
-def _them(few: Sequence[SampleFacts]) -> str:
-    return "it" if len(few) == 1 else "them"
+        text += ", and without all other groups it is there"
+        return NamedCause(cause=_name_samples(few), text=text, trials=(*numbers, alone.number))
 
 
 def _name_samples(few: Sequence[SampleFacts]) -> str:

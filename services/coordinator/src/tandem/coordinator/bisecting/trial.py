@@ -16,7 +16,7 @@ from tandem.common.errors import BAD_INPUT, FAILED, ConfigError, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.config import Config, change_config
 from tandem.coordinator.bisecting.trials import TrialOrder, TrialSpec
-from tandem.coordinator.commands.running import run_to_outcome
+from tandem.coordinator.commands.running import run_without_report
 from tandem.coordinator.preparing.replay import begin_replay, source_of
 from tandem.observe.run_folder.checkpoints import checkpoints_of, config_of
 from tandem.observe.run_folder.journal import read_journal
@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     run, folder = Path(order.run), Path(order.folder)
     try:
         configure = configure_replay if order.spec.kind == "replay" else configure_rerun
-        finish = run_to_outcome(source_of(run), configure(run, folder, order.spec), "new", None)
+        finish = run_without_report(source_of(run), configure(run, folder, order.spec), "new", None)
     except ConfigError as error:
         print("\n".join(f"error: {problem}" for problem in error.problems))
         return BAD_INPUT

@@ -85,9 +85,9 @@ RANGES: dict[str, tuple[MetricRange, ...]] = {
         MetricRange("loss", above=1 + RISE_OF_LOSS, of="first", fewest=_FEW, least=1e-3),
     ),
     "numbers out of proportion": (
-        MetricRange("advantage_outliers", above=0.0),
         MetricRange("grad_norm", above=_OUTLYING, of="median", least=1e-9),
         MetricRange("loss", above=_OUTLYING, of="median", least=1e-9),
+        MetricRange("advantage_outliers", above=0.0),
     ),
     "no learning rate": _STILL,
     "learning rate too small": _STILL,
@@ -138,6 +138,11 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     def is_of_trainers(self) -> bool:
         """Whether training on recorded samples makes the metric anew."""
         return self.metric in OF_TRAINERS
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a sample has the metric only next to others, so that one alone shows nothing."""
+        return self.metric == "advantage_outliers"
 
     def holds(self, value: float) -> bool:
         """Tell whether a value is out of the range; NaN is."""
