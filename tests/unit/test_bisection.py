@@ -16,7 +16,7 @@ from tandem.coordinator.algorithms.left_out import SampleEdit, read_edits, write
 from tandem.coordinator.bisecting.hypotheses import list_hypotheses
 from tandem.coordinator.bisecting.subsets import divide, reduce
 from tandem.coordinator.bisecting.trials import TrialRecord, TrialSpec, TrialTable
-from tandem.coordinator.bisecting.troubles import Trouble, find_by_hand, find_troubles
+from tandem.coordinator.bisecting.troubles import RunTrouble, find_by_hand, find_troubles
 from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.diagnosis.evidence import RunEvidence
 from tandem.observe.run_folder.journal import StepRecord
@@ -67,7 +67,7 @@ def test_parts_have_nearly_equal_sizes() -> None:
 # --- troubles --------------------------------------------------------------------------------------------------------
 
 
-def troubles_of(evidence: RunEvidence) -> list[Trouble]:
+def troubles_of(evidence: RunEvidence) -> list[RunTrouble]:
     return find_troubles(evidence, _sort_findings([*found_in(evidence).values()]))
 
 
@@ -104,7 +104,7 @@ def test_a_rate_a_hundred_times_too_high_shows_in_the_first_step() -> None:
 
 
 def judged(values: Sequence[float], *, is_over: bool = True) -> str:
-    trouble = Trouble(finding="", text="", metric="approx_kl", above=0.5, fewest=2, first_step=1, last_step=4)
+    trouble = RunTrouble(finding="", text="", metric="approx_kl", above=0.5, fewest=2, first_step=1, last_step=4)
     steps = [StepRecord(step=n, version=n, metrics={"approx_kl": v}, seconds={}) for n, v in enumerate(values, 1)]
     return trouble.judge(steps, 1, 4, is_over=is_over)
 
@@ -122,9 +122,9 @@ def test_a_trial_is_judged_by_the_steps_that_it_has() -> None:
 # --- hypotheses ------------------------------------------------------------------------------------------------------
 
 
-def trouble_of(finding: str, metric: str = "", *, is_certain: bool = True) -> Trouble:
+def trouble_of(finding: str, metric: str = "", *, is_certain: bool = True) -> RunTrouble:
     limit = 1.0 if metric else None
-    return Trouble(
+    return RunTrouble(
         finding=finding, text="", metric=metric, above=limit, first_step=1, last_step=1, is_certain=is_certain
     )
 

@@ -136,7 +136,7 @@ class RecordedSteps:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._ahead: tuple[int, Future[list[RecordedSample]]] | None = None
         self._edited: EditedSamples | None = None
-        """What the replay leaves out; None if nothing."""
+        """Samples that the replay leaves out; None if all stay."""
         if config.replay.without is not None:
             from tandem.coordinator.algorithms.left_out import EditedSamples
 

@@ -15,7 +15,7 @@ from tandem.coordinator.commands.arguments import Commands, add_run, count, numb
 if TYPE_CHECKING:
     from tandem.coordinator.bisecting.search import BisectionEnd
     from tandem.coordinator.bisecting.trials import TrialRecord
-    from tandem.coordinator.bisecting.troubles import Trouble
+    from tandem.coordinator.bisecting.troubles import RunTrouble
     from tandem.observe.diagnosis.evidence import RunEvidence
 
 _minutes = number("above 0", lambda value: value > 0)
@@ -50,8 +50,8 @@ def add(commands: Commands) -> None:
 
 
 def _bisect(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.bisecting.search import Bisection, Limits
-    from tandem.coordinator.bisecting.trials import Interrupted
+    from tandem.coordinator.bisecting.search import RunBisection, TrialLimits
+    from tandem.coordinator.bisecting.trials import BisectionInterrupted
     from tandem.observe.diagnosis.evidence import gather
 
     run: Path = arguments.run
@@ -68,13 +68,13 @@ def _bisect(arguments: argparse.Namespace) -> int:
     root = run.with_name(f"{run.name or run.absolute().name}-bisect")
     if arguments.restart:
         shutil.rmtree(root, ignore_errors=True)
-    limits = Limits(
+    limits = TrialLimits(
         most_trials=arguments.max_trials, most_s=60 * arguments.budget, trial_s=60 * arguments.trial_minutes
     )
-    bisection = Bisection(evidence, root, limits, say)
+    bisection = RunBisection(evidence, root, limits, say)
     try:
         end = bisection.search(troubles)
-    except Interrupted:
+    except BisectionInterrupted:
         words = ["coordinator", "bisect", str(run), *_options(arguments)]
         say(f"interrupted; continue with: {shlex.join(words)}")
         return INTERRUPTED
@@ -90,7 +90,7 @@ def _say_nothing(text: str) -> None:
     """Print nothing."""
 
 
-def _troubles(evidence: RunEvidence, arguments: argparse.Namespace) -> list[Trouble]:
+def _troubles(evidence: RunEvidence, arguments: argparse.Namespace) -> list[RunTrouble]:
     from tandem.common.errors import nearest
     from tandem.coordinator.bisecting.troubles import find_by_hand, find_troubles
     from tandem.observe.diagnosis import diagnose
@@ -144,9 +144,11 @@ def _print_table(records: list[TrialRecord]) -> None:
 
 
 def _print_json(records: list[TrialRecord], end: BisectionEnd | None) -> None:
+    from typing import Any
+
     import msgspec
 
-    content = {"trials": records, "cause": None, "reason": "no trouble"}
+    content: dict[str, Any] = {"trials": records, "cause": None, "reason": "no trouble"}
     if end is not None:
         content |= {"cause": end.cause, "reason": end.reason}
     print(msgspec.json.format(msgspec.json.encode(content)).decode())

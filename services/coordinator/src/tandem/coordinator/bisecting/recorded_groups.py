@@ -18,7 +18,7 @@ _COLUMNS = (
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a recorded sample without its tokens."""
+    """A recorded sample without its tokens."""
 
     step: int
     group: int
@@ -86,17 +86,17 @@ def edits_of(facts: Sequence[SampleFacts]) -> tuple[SampleEdit, ...]:
 
 def list_partitions(facts: Sequence[SampleFacts]) -> list[SamplePartition]:
     """Return the sets of samples of one engine, one data set, and of failed scores, if not all samples are one."""
-    by_what: dict[str, Callable[[SampleFacts], str]] = {
+    key_by_title: dict[str, Callable[[SampleFacts], str]] = {
         "the samples of engine": lambda fact: fact.rollout,
         "the samples of data set": lambda fact: fact.source,
     }
     partitions = []
-    for what, key in by_what.items():
+    for title, key in key_by_title.items():
         sets: dict[Hashable, list[SampleFacts]] = {}
         for fact in facts:
             sets.setdefault(key(fact), []).append(fact)
         if len(sets) > 1:
-            partitions += [SamplePartition(f"{what} {name}", each, is_cause=False) for name, each in sets.items()]
+            partitions += [SamplePartition(f"{title} {name}", each, is_cause=False) for name, each in sets.items()]
     failed = [fact for fact in facts if fact.failure]
     if 0 < len(failed) < len(facts):
         partitions.append(SamplePartition("the samples that could not be scored", failed, is_cause=True))

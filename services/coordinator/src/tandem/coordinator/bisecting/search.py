@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from tandem.common.errors import TandemError
-from tandem.coordinator.bisecting.hypotheses import Hypothesis, list_hypotheses
+from tandem.coordinator.bisecting.hypotheses import CauseHypothesis, list_hypotheses
 from tandem.coordinator.bisecting.recorded_groups import (
     SampleFacts,
     SamplePartition,
@@ -25,7 +25,7 @@ from tandem.coordinator.bisecting.recorded_groups import (
 )
 from tandem.coordinator.bisecting.subsets import reduce
 from tandem.coordinator.bisecting.trials import TrialRecord, TrialSpec, TrialTable, carry_out
-from tandem.coordinator.bisecting.troubles import Trouble
+from tandem.coordinator.bisecting.troubles import RunTrouble
 from tandem.coordinator.preparing.replay import list_starts
 from tandem.observe.diagnosis.evidence import RunEvidence
 
@@ -41,8 +41,8 @@ _MOST_NAMED = 3
 Say = Callable[[str], None]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a bisection."""
+class TrialLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """TrialLimits of a bisection."""
 
     most_trials: int
     most_s: float
@@ -73,14 +73,14 @@ class BisectionEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Whether trials or time were used up."""
 
 
-class OutOfBudget(Exception):
+class BudgetExhausted(Exception):
     """The trials or the time are used up."""
 
 
-class Bisection:
+class RunBisection:
     """The search through the trials of one run."""
 
-    def __init__(self, evidence: RunEvidence, root: Path, limits: Limits, say: Say) -> None:
+    def __init__(self, evidence: RunEvidence, root: Path, limits: TrialLimits, say: Say) -> None:
         """Search for causes of trouble in a run; trials are in the folder `root`. Raises `RunFolderError`."""
         self._evidence = evidence
         self._root = root
@@ -91,14 +91,14 @@ class Bisection:
         self._num_asked = 0
         """Trials that this search has needed, done before or now."""
 
-    def search(self, troubles: Sequence[Trouble]) -> BisectionEnd:
-        """Look for the cause of one trouble after another. Raises `Interrupted`."""
+    def search(self, troubles: Sequence[RunTrouble]) -> BisectionEnd:
+        """Look for the cause of one trouble after another. Raises `BisectionInterrupted`."""
         reasons = []
         for trouble in troubles:
             self._say(f"trouble: {trouble.text}")
             try:
                 end = _TroubleSearch(self, self._evidence, trouble).search()
-            except OutOfBudget as error:
+            except BudgetExhausted as error:
                 return BisectionEnd(cause=None, reason=str(error), is_cut_short=True)
             name = trouble.finding or trouble.metric
             if end.cause is not None:
@@ -106,17 +106,17 @@ class Bisection:
             reasons.append(f"{name}: {end.reason}")
         return BisectionEnd(cause=None, reason="; ".join(reasons))
 
-    def try_out(self, spec: TrialSpec, trouble: Trouble) -> TrialRecord:
-        """Carry out a trial, unless it is done. Raises `OutOfBudget` and `Interrupted`."""
+    def try_out(self, spec: TrialSpec, trouble: RunTrouble) -> TrialRecord:
+        """Carry out a trial, unless it is done. Raises `BudgetExhausted` and `BisectionInterrupted`."""
         self._num_asked += 1
         record = self.table.find(spec.key)
         is_new = record is None
         if record is None:
             left_s = self._ends_at - time.monotonic()
             if self._num_asked > self._limits.most_trials:
-                raise OutOfBudget(f"{self._limits.most_trials} trials are used up (--max-trials)")
+                raise BudgetExhausted(f"{self._limits.most_trials} trials are used up (--max-trials)")
             if left_s <= 0:
-                raise OutOfBudget(f"{self._limits.most_s / 60:g} minutes are used up (--budget)")
+                raise BudgetExhausted(f"{self._limits.most_s / 60:g} minutes are used up (--budget)")
             number = len(self.table.records) + 1
             longest = min(self._limits.trial_s, left_s)
             record = carry_out(self._evidence.folder, self._root, number, spec, trouble, longest)
@@ -131,7 +131,7 @@ class Bisection:
 class _TroubleSearch:
     """The search for the cause of one trouble."""
 
-    def __init__(self, trials: Bisection, evidence: RunEvidence, trouble: Trouble) -> None:
+    def __init__(self, trials: RunBisection, evidence: RunEvidence, trouble: RunTrouble) -> None:
         self._trials = trials
         self._evidence = evidence
         self._trouble = trouble
@@ -217,7 +217,7 @@ class _TroubleSearch:
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
-    def _try_settings(self, hypothesis: Hypothesis, kind: Literal["replay", "rerun"]) -> NamedCause | None:
+    def _try_settings(self, hypothesis: CauseHypothesis, kind: Literal["replay", "rerun"]) -> NamedCause | None:
         control = self._control(kind)
         if control is None:
             return None
@@ -290,14 +290,14 @@ class _TroubleSearch:
     def _reduce(self, facts: Sequence[SampleFacts]) -> list[SampleFacts] | None:
         """Return a small part of samples without which the trouble is gone; None if no small part is found."""
         groups = group_facts(facts)
-        whole = len(groups)
+        num_groups = len(groups)
 
         def holds(part: Sequence[tuple[SampleFacts, ...]]) -> bool:
             members = [fact for group in part for fact in group]
             return self._is_gone_without(members, _name_groups(part)) is not None
 
         part = reduce(groups, holds, _MOST_PARTS)
-        if whole > 1 and len(part) > max(1, _SMALL * whole):
+        if num_groups > 1 and len(part) > max(1, _SMALL * num_groups):
             return None
         members = [fact for group in part for fact in group]
         return reduce(members, lambda few: self._is_gone_without(few, _name_samples(few)) is not None, _MOST_PARTS)
@@ -319,9 +319,9 @@ class _TroubleSearch:
         if self._trouble.is_relative:
             return NamedCause(cause=_name_samples(few), text=text, trials=numbers)
         groups = {(fact.step, fact.group) for fact in few}
-        others = [fact for fact in facts if (fact.step, fact.group) not in groups]
+        other_facts = [fact for fact in facts if (fact.step, fact.group) not in groups]
         change = f"without all groups but {'that' if len(groups) == 1 else 'those'} of {_name_samples(few)}"
-        spec = self._spec("replay", change, edits=edits_of(others))
+        spec = self._spec("replay", change, edits=edits_of(other_facts))
         assert spec is not None, "the control has the same span"
         alone = self._try(spec)
         if alone.outcome != "trouble":

@@ -21,7 +21,7 @@ import msgspec
 from tandem.common import signals
 from tandem.common.errors import RunFolderError, TandemError
 from tandem.coordinator.algorithms.left_out import SampleEdit, write_edits
-from tandem.coordinator.bisecting.troubles import Outcome, Trouble, shows
+from tandem.coordinator.bisecting.troubles import Outcome, RunTrouble, shows
 from tandem.observe.diagnosis.evidence import gather
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 
@@ -33,11 +33,11 @@ _PROGRAM = (sys.executable, "-m", "tandem.coordinator.bisecting.trial")
 
 
 class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trial does."""
+    """A trial: one change, and the steps that it has."""
 
     kind: Literal["replay", "rerun"]
     change: str
-    """What is otherwise than in the run, in words."""
+    """The change, in words."""
     settings: dict[str, Any] = {}
     """New values by key."""
     edits: tuple[SampleEdit, ...] = ()
@@ -55,7 +55,7 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child process reads."""
+    """The order of a trial to its process."""
 
     run: str
     spec: TrialSpec
@@ -85,7 +85,7 @@ class TrialHeader(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
 
 
-class Interrupted(Exception):
+class BisectionInterrupted(Exception):
     """The bisection was told to end."""
 
 
@@ -98,19 +98,19 @@ class TrialTable:
         self.records: list[TrialRecord] = []
         folder.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if not whole:
+        whole_lines = [line for line in lines if line.endswith(b"\n")]
+        if not whole_lines:
             self._path.write_bytes(msgspec.json.encode(TrialHeader(run_id=run_id)) + b"\n")
             return
         try:
-            header = msgspec.json.decode(whole[0], type=TrialHeader)
-            self.records = [msgspec.json.decode(line, type=TrialRecord) for line in whole[1:]]
+            header = msgspec.json.decode(whole_lines[0], type=TrialHeader)
+            self.records = [msgspec.json.decode(line, type=TrialRecord) for line in whole_lines[1:]]
         except msgspec.MsgspecError as error:
             raise RunFolderError(f"{self._path} is damaged: {error}; --restart begins anew") from None
         if header.run_id != run_id:
             raise RunFolderError(f"{folder} has trials of the run {header.run_id}, which was there before: --restart")
-        if len(whole) < len(lines):  # the last line was torn
-            self._path.write_bytes(b"".join(whole))
+        if len(whole_lines) < len(lines):  # the last line was torn
+            self._path.write_bytes(b"".join(whole_lines))
 
     def find(self, key: str) -> TrialRecord | None:
         """Return the trial of that name, if it is done and has decided anything."""
@@ -125,8 +125,8 @@ class TrialTable:
             os.fsync(file.fileno())
 
 
-def carry_out(run: Path, root: Path, number: int, spec: TrialSpec, trouble: Trouble, most_s: float) -> TrialRecord:
-    """Carry out a trial within a time limit. Raises `Interrupted`."""
+def carry_out(run: Path, root: Path, number: int, spec: TrialSpec, trouble: RunTrouble, most_s: float) -> TrialRecord:
+    """Carry out a trial within a time limit. Raises `BisectionInterrupted`."""
     folder = root / f"trial-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -153,7 +153,7 @@ def carry_out(run: Path, root: Path, number: int, spec: TrialSpec, trouble: Trou
     )
 
 
-def judge_folder(folder: Path, spec: TrialSpec, trouble: Trouble) -> tuple[Outcome, str, list[StepRecord]]:
+def judge_folder(folder: Path, spec: TrialSpec, trouble: RunTrouble) -> tuple[Outcome, str, list[StepRecord]]:
     """Judge the run of a trial; return also why it is undecided, and its steps."""
     try:
         with read_journal(folder) as journal:
@@ -177,8 +177,8 @@ def judge_folder(folder: Path, spec: TrialSpec, trouble: Trouble) -> tuple[Outco
 
 
 def _run_child(order: Path, output: Path, most_s: float) -> str:
-    """Run a trial in a process of its own; return why it did not end well. Raises `Interrupted`."""
-    asked: list[int] = []
+    """Run a trial in a process of its own; return why it did not end well. Raises `BisectionInterrupted`."""
+    signals_heard: list[int] = []
     deadline = time.monotonic() + most_s
     with output.open("wb") as file:
         # In a group of its own: a signal from the terminal then reaches it once, through this process.
@@ -189,13 +189,13 @@ def _run_child(order: Path, output: Path, most_s: float) -> str:
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-        with signals.hear_signals(asked.append):
-            while child.poll() is None and not asked and time.monotonic() < deadline:
+        with signals.hear_signals(signals_heard.append):
+            while child.poll() is None and not signals_heard and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
-            is_late = child.poll() is None and not asked
+            is_late = child.poll() is None and not signals_heard
             _end(child)
-    if asked:
-        raise Interrupted
+    if signals_heard:
+        raise BisectionInterrupted
     if is_late:
         return f"it took longer than {most_s:g} s"
     return "" if child.returncode == 0 else _last_line(output)

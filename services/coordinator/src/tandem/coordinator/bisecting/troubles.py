@@ -116,8 +116,8 @@ RANGES: dict[str, tuple[MetricRange, ...]] = {
 _ZERO_IF_ABSENT = ("environment_failures", "advantage_outliers")
 
 
-class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a run."""
+class RunTrouble(msgspec.Struct, frozen=True, kw_only=True):
+    """A trouble of a run, and the limit by which trials are judged."""
 
     finding: str
     """Name among those of a diagnosis; empty if a metric was given by hand."""
@@ -167,7 +167,7 @@ def points_of(metric: str, steps: Sequence[StepRecord]) -> list[tuple[int, float
     return [(step, value) for step, value in pairs if value is not None]
 
 
-def find_troubles(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[Trouble]:
+def find_troubles(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[RunTrouble]:
     """Return those findings of a diagnosis that follow from no other as troubles, the most likely first."""
     causes = [each for each in findings if not each.explained_by and each.name not in _NOT_BY_TRAINING]
     return [_describe(evidence, finding) for finding in causes[:MOST_TROUBLES]]
@@ -175,7 +175,7 @@ def find_troubles(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -
 
 def find_by_hand(
     evidence: RunEvidence, metric: str, above: float | None, below: float | None, step: int | None
-) -> Trouble | None:
+) -> RunTrouble | None:
     """Return the trouble of a metric beyond a limit, at its first step or the given one; None if there is none."""
     limit = MetricRange(metric, above=above, below=below)
     trouble = _first_beyond(evidence, limit, "", "")
@@ -184,14 +184,16 @@ def find_by_hand(
     return msgspec.structs.replace(trouble, first_step=step, last_step=step)
 
 
-def _describe(evidence: RunEvidence, finding: DiagnosisFinding) -> Trouble:
+def _describe(evidence: RunEvidence, finding: DiagnosisFinding) -> RunTrouble:
     """Return a finding as a trouble with the earliest of its metrics, or with none."""
     ranges = RANGES.get(finding.name, ())
-    measured = [each for limit in ranges if (each := _first_beyond(evidence, limit, finding.name, finding.certainty))]
+    measured = [
+        trouble for limit in ranges if (trouble := _first_beyond(evidence, limit, finding.name, finding.certainty))
+    ]
     if measured:
         return min(measured, key=lambda trouble: trouble.last_step)
     step = _first_shown(evidence, finding.name)
-    return Trouble(
+    return RunTrouble(
         finding=finding.name,
         text=f"{finding.name}: {finding.evidence[0]}",
         first_step=min(finding.since, step),
@@ -200,7 +202,7 @@ def _describe(evidence: RunEvidence, finding: DiagnosisFinding) -> Trouble:
     )
 
 
-def _first_beyond(evidence: RunEvidence, limit: MetricRange, finding: str, certainty: str) -> Trouble | None:
+def _first_beyond(evidence: RunEvidence, limit: MetricRange, finding: str, certainty: str) -> RunTrouble | None:
     """Return the trouble that a metric shows by leaving a range; None if it does not."""
     records = evidence.held_out if limit.metric.startswith("val_") else evidence.steps
     points = points_of(limit.metric, records)
@@ -213,7 +215,7 @@ def _first_beyond(evidence: RunEvidence, limit: MetricRange, finding: str, certa
         if factor < limit.least:
             return None
     above, below = (None if bound is None else bound * factor for bound in (limit.above, limit.below))
-    trouble = Trouble(
+    trouble = RunTrouble(
         finding=finding,
         text="",
         metric=limit.metric,
