@@ -41,7 +41,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "right answers in a form that is not rewarded": _REWARDS,
     "problems too hard": (),
     "problems too easy": (),
-    "stale weights": ("grpo.async_grpo.max_trajectory_age_steps", "samples "),
+    "stale weights": ("grpo.async_grpo.max_trajectory_age_steps", "samples ", _RATE),  # both were raised
     "tokenizer of another model": ("policy.tokenizer.name",),
     "slow environment": _REWARDS,
     "environment that raises": _REWARDS,

@@ -117,14 +117,14 @@ def test_nothing_is_looked_for_in_a_healthy_run(run: str) -> None:
 
 
 def test_a_trouble_given_by_hand_has_limits(run: str) -> None:
-    reward = steps_of(run)[-1].metrics["entropy"]
-    done = coordinator("bisect", run, "--metric", "entropy", "--above", str(reward / 2), "--max-trials", "2")
+    entropy = steps_of(run)[-1].metrics["entropy"]
+    done = coordinator("bisect", run, "--metric", "entropy", "--above", str(entropy / 2), "--max-trials", "2")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "trial 1: replay with nothing changed: the trouble is there" in done.stdout
     assert "no cause is named: 2 trials are used up (--max-trials)" in done.stdout
     wrong = coordinator("bisect", run, "--metric", "entropi", "--above", "1")
     assert wrong.returncode == 2
-    assert wrong.stderr == "error: --metric entropi: run has no such metric; did you mean entropy?\n"
+    assert wrong.stderr == "error: --metric entropi: run has no such metric; did you mean 'entropy'?\n"
 
 
 # --- replays without some samples ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tandem.coordinator.bisecting.recorded_groups import (
     list_partitions,
     read_facts,
 )
-from tandem.coordinator.bisecting.subsets import reduce
+from tandem.coordinator.bisecting.subsets import divide, reduce
 from tandem.coordinator.bisecting.trials import TrialRecord, TrialSpec, TrialTable, carry_out
 from tandem.coordinator.bisecting.troubles import RunTrouble
 from tandem.coordinator.preparing.replay import list_starts
@@ -88,8 +88,8 @@ class RunBisection:
         self._say = say
         self._ends_at = time.monotonic() + limits.most_s
         self.table = TrialTable(root, evidence.run.run_id)
-        self._num_asked = 0
-        """Trials that this search has needed, done before or now."""
+        self._keys: set[str] = set()
+        """Names of the trials that this search has needed, done before or now."""
 
     def search(self, troubles: Sequence[RunTrouble]) -> BisectionEnd:
         """Look for the cause of one trouble after another. Raises `BisectionInterrupted`."""
@@ -108,12 +108,14 @@ class RunBisection:
 
     def try_out(self, spec: TrialSpec, trouble: RunTrouble) -> TrialRecord:
         """Carry out a trial, unless it is done. Raises `BudgetExhausted` and `BisectionInterrupted`."""
-        self._num_asked += 1
         record = self.table.find(spec.key)
+        if record is not None and spec.key in self._keys:
+            return record
+        self._keys.add(spec.key)
         is_new = record is None
         if record is None:
             left_s = self._ends_at - time.monotonic()
-            if self._num_asked > self._limits.most_trials:
+            if len(self._keys) > self._limits.most_trials:
                 raise BudgetExhausted(f"{self._limits.most_trials} trials are used up (--max-trials)")
             if left_s <= 0:
                 raise BudgetExhausted(f"{self._limits.most_s / 60:g} minutes are used up (--budget)")
@@ -284,11 +286,18 @@ class _TroubleSearch:
                 if partition.is_cause:
                     return of_set
                 break
-        few = self._reduce(within)
+        # Those of the step that shows it come first: nothing before it is otherwise then than in the run.
+        of_step = [fact for fact in within if fact.step == self._trouble.last_step]
+        few = self._reduce(of_step, most_parts=2)
+        if few is None and len(of_step) < len(within):
+            few = self._reduce(within, _MOST_PARTS)
         return of_set if few is None else self._name_samples(few, facts, control)
 
-    def _reduce(self, facts: Sequence[SampleFacts]) -> list[SampleFacts] | None:
-        """Return a small part of samples without which the trouble is gone; None if no small part is found."""
+    def _reduce(self, facts: Sequence[SampleFacts], most_parts: int) -> list[SampleFacts] | None:
+        """Return a small part of samples without which the trouble is gone; None if no small part is found.
+
+        If it is gone without either half, it hangs on everything before it, and no sample is its cause.
+        """
         groups = group_facts(facts)
         num_groups = len(groups)
 
@@ -296,7 +305,12 @@ class _TroubleSearch:
             members = [fact for group in part for fact in group]
             return self._is_gone_without(members, _name_groups(part)) is not None
 
-        part = reduce(groups, holds, _MOST_PARTS)
+        if num_groups > 1:
+            is_gone = [holds(half) for half in divide(groups, 2)]
+            if all(is_gone):
+                self._unmet.append("without either half of the samples the trouble is gone, so no few of them are it")
+                return None
+        part = reduce(groups, holds, most_parts)
         if num_groups > 1 and len(part) > max(1, _SMALL * num_groups):
             return None
         members = [fact for group in part for fact in group]
