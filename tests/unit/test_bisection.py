@@ -14,6 +14,7 @@ from test_diagnosis_recorded import RUNS
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.coordinator.algorithms.left_out import SampleEdit, read_edits, write_edits
 from tandem.coordinator.bisecting.hypotheses import list_hypotheses
+from tandem.coordinator.bisecting.recorded_groups import SampleFacts, list_old, list_partitions, rewards_by_answers
 from tandem.coordinator.bisecting.subsets import divide, reduce
 from tandem.coordinator.bisecting.trials import TrialRecord, TrialSpec, TrialTable
 from tandem.coordinator.bisecting.troubles import RunTrouble, find_by_hand, find_troubles
@@ -148,7 +149,59 @@ def test_what_is_as_it_usually_is_is_no_hypothesis() -> None:
         ("policy.generation.top_p", "0.3"),
     ]
     causes = {each.cause for each in list_hypotheses(config_of(), trouble_of("equal rewards", "reward_std"))}
-    assert causes == {"policy.generation.max_new_tokens"}
+    assert causes == {"", "policy.generation.max_new_tokens"}
+
+
+# --- recorded samples ------------------------------------------------------------------------------------------------
+
+
+def fact(step: int, group: int, sample: int = 0, **over: Any) -> SampleFacts:
+    fields = {"step": step, "group": group, "sample": sample, "problem_id": "a.jsonl:1", "reference_answer": "12"}
+    fields |= {"response": " = 12", "reward": 1.0, "failure": "", "rollout": "rollout-0", "oldest_version": step - 1}
+    return SampleFacts(**fields | over)
+
+
+def test_samples_are_left_out_by_engine_environment_and_data_set() -> None:
+    facts = [
+        fact(1, 0),
+        fact(1, 1, problem_id="b.jsonl:7", rollout="rollout-1"),
+        fact(1, 2, problem_id="c.jsonl:7", failure="no number"),
+    ]
+    partitions = list_partitions(facts, {"a.jsonl": "sums", "b.jsonl": "poems", "c.jsonl": "poems"})
+    assert {partition.name: partition.samples for partition in partitions} == {
+        "the samples of engine rollout-0": [facts[0], facts[2]],
+        "the samples of engine rollout-1": [facts[1]],
+        "the samples of environment sums": [facts[0]],
+        "the samples of environment poems": facts[1:],
+        "the samples of data set a.jsonl": [facts[0]],
+        "the samples of data set b.jsonl": [facts[1]],
+        "the samples of data set c.jsonl": [facts[2]],
+        "the samples that could not be scored": [facts[2]],
+    }
+    assert list_partitions(facts[:1], {}) == [], "what all have in common is no difference"
+
+
+def test_samples_are_left_out_beyond_an_age_the_oldest_first() -> None:
+    facts = [fact(9, group, oldest_version=8 - group) for group in range(4)]
+    assert [(each.name, len(each.samples)) for each in list_old(facts)] == [
+        ("samples 3 steps old or older", 1),
+        ("samples 2 steps old or older", 2),
+        ("samples a step old or older", 3),
+    ]
+
+
+def test_rewards_by_the_answers_change_only_those_that_differ() -> None:
+    facts = [
+        fact(1, 0),
+        fact(1, 1, reward=0.0),
+        fact(1, 2, response=" = 120"),
+        fact(1, 3, response=" = 13", reward=0.0),
+        fact(1, 4, reference_answer="", reward=0.5),
+    ]
+    assert rewards_by_answers(facts) == (
+        SampleEdit(step=1, group=1, sample=0, reward=1.0),
+        SampleEdit(step=1, group=2, sample=0, reward=0.0),
+    )
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

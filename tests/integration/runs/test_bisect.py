@@ -14,7 +14,7 @@ import pytest
 from tandem.samples import recorded_shards
 from tandem.samples.recorded_shards import read_samples
 from tests.harness.runs.by_hand import undisturbed_run
-from tests.harness.runs.running import Command, coordinator, steps_of, weights_of
+from tests.harness.runs.running import Command, coordinator, steps_of, wait_until, weights_of
 
 POISON = """
 from tandem.rollout.environments import Score
@@ -125,6 +125,16 @@ def test_a_trouble_given_by_hand_has_limits(run: str) -> None:
     wrong = coordinator("bisect", run, "--metric", "entropi", "--above", "1")
     assert wrong.returncode == 2
     assert wrong.stderr == "error: --metric entropi: run has no such metric; did you mean 'entropy'?\n"
+
+
+def test_ctrl_c_ends_the_trial_and_says_how_to_continue(run: str) -> None:
+    with Command("coordinator", "bisect", run, "--metric=loss", "--below=100") as bisect:
+        bisect.wait_for(r"trouble: loss is below 100 in step 1")
+        wait_until(lambda: Path("run-bisect/trial-1/output.txt").exists(), lambda: "the first trial")
+        bisect.signal(signal.SIGINT)
+        assert bisect.wait() == 130, bisect.output()
+        assert "interrupted; continue with: coordinator bisect run --metric=loss --below=100.0" in bisect.output()
+    assert len(Path("run-bisect/trials.jsonl").read_text().splitlines()) == 1, "the header"
 
 
 # --- replays without some samples ------------------------------------------------------------------------------------

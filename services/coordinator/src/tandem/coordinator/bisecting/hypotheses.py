@@ -16,7 +16,7 @@ from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS
 from tandem.config.notice_rules import FAR_ABOVE, find_max_learning_rate
 from tandem.coordinator.bisecting.troubles import RunTrouble
 
-Kind = Literal["replay", "rerun", "samples", "ages"]
+Kind = Literal["replay", "rerun", "samples", "ages", "rewards"]
 _USUAL_SHARE = 0.05
 """Share of the rate that pretraining of a model of this width bears which a rate is set back to."""
 _LONGER = 4
@@ -30,7 +30,7 @@ class CauseHypothesis(msgspec.Struct, frozen=True, kw_only=True):
     """A possible cause, and the change of a trial that would undo it."""
 
     kind: Kind
-    """replay and rerun change settings; samples and ages leave recorded samples out."""
+    """replay and rerun change settings; samples and ages leave recorded samples out, rewards changes theirs."""
     cause: str = ""
     """Key, or keys, of the configuration."""
     was: str = ""
@@ -45,13 +45,14 @@ def list_hypotheses(config: Config, trouble: RunTrouble) -> list[CauseHypothesis
     replays: Kind = "replay" if trouble.is_of_trainers and rolls_out else "rerun"
     rate = [*_lower_rate(config, replays)]
     samples = [CauseHypothesis(kind="samples")] if replays == "replay" else []
+    rewards = [CauseHypothesis(kind="rewards")] if replays == "replay" else []
     match trouble.finding:
         case "learning rate too large":
             return [*rate, *samples, *_clipping(config, replays)] if trouble.is_certain else [*samples, *rate]
         case "no learning rate" | "learning rate too small" | "unchanged weights":
             return [*_usual_rate(config, replays)]
         case "numbers out of proportion":
-            return [*samples, *_outliers(config, replays), *rate]
+            return [*samples, *rewards, *_outliers(config, replays), *rate]
         case "clip range too narrow":
             return [*_set_back(config, {"loss_fn.ratio_clip_min": 0.2, "loss_fn.ratio_clip_max": 0.2}, replays)]
         case "KL penalty too large":
@@ -65,7 +66,16 @@ def list_hypotheses(config: Config, trouble: RunTrouble) -> list[CauseHypothesis
         case "repeated problems":
             return [*_set_back(config, {"data.num_train": None}, "rerun")]
         case "":
-            return [*samples, *rate, *_clipping(config, replays), *_of_generation(config), *_of_rewards(config)]
+            return [
+                *samples,
+                *rewards,
+                *rate,
+                *_clipping(config, replays),
+                *_of_generation(config),
+                *_of_rewards(config),
+            ]
+        case "equal rewards":
+            return [*rewards, *_of_generation(config), *_of_rewards(config), *_of_groups(config)]
         case _:
             generated = [*_of_generation(config), *_of_rewards(config)] if rolls_out else []
             return [*generated, *_of_groups(config)] if rolls_out else [*_lower_rate(config, "rerun")]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from tandem.coordinator.algorithms.left_out import SampleEdit
+from tandem.observe.diagnosis.rewards import holds_answer
 from tandem.samples import recorded_shards, sample_files
 
 _COLUMNS = (
-    *("step", "group", "sample", "problem_id", "response", "reward", "failure", "rollout", "oldest_version"),
-    "finish_reason",
+    *("step", "group", "sample", "problem_id", "reference_answer", "response", "reward", "failure", "rollout"),
+    "oldest_version",
 )
 
 
@@ -24,12 +25,12 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     sample: int
     problem_id: str
+    reference_answer: str
     response: str
     reward: float
     failure: str
     rollout: str
     oldest_version: int
-    finish_reason: str
 
     @property
     def age(self) -> int:
@@ -84,10 +85,24 @@ def edits_of(facts: Sequence[SampleFacts]) -> tuple[SampleEdit, ...]:
     return tuple(SampleEdit(step=fact.step, group=fact.group, sample=fact.sample) for fact in facts)
 
 
-def list_partitions(facts: Sequence[SampleFacts]) -> list[SamplePartition]:
-    """Return the sets of samples of one engine, one data set, and of failed scores, if not all samples are one."""
+def rewards_by_answers(facts: Sequence[SampleFacts]) -> tuple[SampleEdit, ...]:
+    """Return the edits with which samples that hold their reference answer have 1, and others 0, where it is known."""
+    edits = []
+    for fact in facts:
+        reward = float(holds_answer(fact.response, fact.reference_answer))
+        if fact.reference_answer and not fact.failure and reward != fact.reward:
+            edits.append(SampleEdit(step=fact.step, group=fact.group, sample=fact.sample, reward=reward))
+    return tuple(edits)
+
+
+def list_partitions(facts: Sequence[SampleFacts], environments: Mapping[str, str]) -> list[SamplePartition]:
+    """Return the sets of samples of one engine, environment or data set, and of failed scores, unless it is all.
+
+    `environments` has the environment that scores the problems of each file.
+    """
     key_by_title: dict[str, Callable[[SampleFacts], str]] = {
         "the samples of engine": lambda fact: fact.rollout,
+        "the samples of environment": lambda fact: environments.get(fact.source, ""),
         "the samples of data set": lambda fact: fact.source,
     }
     partitions = []

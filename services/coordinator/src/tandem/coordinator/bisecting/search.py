@@ -22,10 +22,11 @@ from tandem.coordinator.bisecting.recorded_groups import (
     list_old,
     list_partitions,
     read_facts,
+    rewards_by_answers,
 )
 from tandem.coordinator.bisecting.subsets import divide, reduce
 from tandem.coordinator.bisecting.trials import TrialRecord, TrialSpec, TrialTable, carry_out
-from tandem.coordinator.bisecting.troubles import RunTrouble
+from tandem.coordinator.bisecting.troubles import RunTrouble, last_step_of
 from tandem.coordinator.preparing.replay import list_starts
 from tandem.observe.diagnosis.evidence import RunEvidence
 
@@ -149,6 +150,8 @@ class _TroubleSearch:
             match hypothesis.kind:
                 case "samples":
                     cause = self._search_samples()
+                case "rewards":
+                    cause = self._try_rewards()
                 case "ages":
                     cause = self._search_ages()
                 case "replay" | "rerun":
@@ -180,7 +183,7 @@ class _TroubleSearch:
 
     def _find_rerun(self) -> tuple[int, int]:
         """Return where short runs of their own begin and end."""
-        last_step = self._evidence.steps[-1].step
+        last_step = last_step_of(self._evidence)
         shown = self._trouble.last_step
         last = max(shown, min(last_step, shown + max(1, shown // 4)))
         if last <= _MOST_FROM_THE_MODEL:
@@ -253,6 +256,31 @@ class _TroubleSearch:
         record = self._try(spec)
         return record if record.outcome == "well" else None
 
+    def _environments(self) -> dict[str, str]:
+        """Return the environment that scores the problems of each file of the run."""
+        data = self._evidence.config.data
+        names = {each.data_path: each.env_name or data.environment for each in data.train}
+        return {path: name for path, name in names.items() if path is not None and name is not None}
+
+    def _try_rewards(self) -> NamedCause | None:
+        """Give samples the rewards that their reference answers say."""
+        control, facts = self._control("replay"), self._facts()
+        edits = rewards_by_answers(facts)
+        if control is None or not edits:
+            return None
+        spec = self._spec("replay", "with rewards by the reference answers", edits=edits)
+        assert spec is not None, "the control has the same span"
+        record = self._try(spec)
+        if record.outcome != "well":
+            return None
+        text = (
+            f"{self._evidence.config.environment_keys}, whose rewards are not those of the reference answers in "
+            f"{len(edits)} of {len(facts)} samples: with these the trouble is gone"
+        )
+        return NamedCause(
+            cause=self._evidence.config.environment_keys, text=text, trials=(control.number, record.number)
+        )
+
     def _search_ages(self) -> NamedCause | None:
         """Leave out samples of the step of the trouble that are beyond an age."""
         control = self._control("replay")
@@ -279,7 +307,7 @@ class _TroubleSearch:
             return None
         facts = self._facts()
         within, of_set = facts, None
-        for partition in list_partitions(facts):
+        for partition in list_partitions(facts, self._environments()):
             of_set = self._try_partition(partition, control)
             if of_set is not None:
                 within = partition.samples

@@ -1,4 +1,4 @@
-"""Delta debugging: the smallest part of a set that a test still holds for, by halves, quarters, and so on.
+"""Delta debugging: the smallest part of a set for which a test holds, by halves and quarters.
 
 After Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input" (ddmin).
 """

@@ -37,6 +37,8 @@ MOST_TROUBLES = 3
 """Troubles of a run that are looked into, the most likely first."""
 _FEW = 3
 """Steps that a metric must be out of its range for, where one step says little."""
+_COARSE = 16
+"""Steps from which on the step that shows a finding is not looked for one by one."""
 _NO_MOVEMENT = 1e-6
 """Nats per token within a step below which a policy stays as it is; a usual rate moves it by 1e-4 and more."""
 _OUTLYING = 30.0
@@ -243,17 +245,26 @@ def _first_beyond(evidence: RunEvidence, limit: MetricRange, finding: str, certa
 
 def _first_shown(evidence: RunEvidence, name: str) -> int:
     """Return the step of a run up to which its record shows a finding."""
-    last = evidence.steps[-1].step if evidence.steps else 1
-    for step in [record.step for record in evidence.steps][:-1]:
-        if shows(cut_after(evidence, step), name):
-            return step
-    return last
+    steps = [record.step for record in evidence.steps]
+    place = 0
+    while place < len(steps) - 1:
+        if shows(cut_after(evidence, steps[place]), name):
+            return steps[place]
+        place += 1 + place // _COARSE  # or a long run would take long
+    return last_step_of(evidence)
+
+
+def last_step_of(evidence: RunEvidence) -> int:
+    """Return the last step of a run; that which it failed in, if it failed."""
+    last = evidence.steps[-1].step if evidence.steps else 0
+    return max(1, last + (evidence.ending is not None and evidence.ending.outcome == "failed"))
 
 
 def cut_after(evidence: RunEvidence, step: int) -> RunEvidence:
-    """Return what was recorded up to a step."""
+    """Return what was recorded up to a step, as if the run were still going on."""
     return msgspec.structs.replace(
         evidence,
+        ending=None,
         steps=tuple(record for record in evidence.steps if record.step <= step),
         held_out=tuple(record for record in evidence.held_out if record.step <= step),
         samples=tuple(row for row in evidence.samples if row.step <= step),
