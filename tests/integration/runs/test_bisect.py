@@ -180,7 +180,7 @@ def test_a_replay_leaves_samples_out(run: str) -> None:
 @pytest.mark.parametrize(
     ("row", "code", "problem"),
     [
-        ({"step": 9}, 2, "--without: without.jsonl names samples of step 9; replayed are steps 1, 2, 3, 4"),
+        ({"step": 9}, 2, "--without: without.jsonl names samples of step 9; replayed are steps 1 to 4"),
         ({"step": 2, "group": 7}, 1, "step 2 has no group 7 among its 16 samples"),
     ],
 )
