@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from diagnosis_harness import WELL, config_of, evidence_of, found_in
-from test_diagnosis_recorded import RUNS
+from diagnosis_harness import RUNS, WELL, config_of, evidence_of, found_in
 
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.coordinator.algorithms.left_out import SampleEdit, read_edits, write_edits
@@ -156,7 +155,13 @@ def test_what_is_as_it_usually_is_is_no_hypothesis() -> None:
 
 
 def fact(step: int, group: int, sample: int = 0, **over: Any) -> SampleFacts:
-    fields = {"step": step, "group": group, "sample": sample, "problem_id": "a.jsonl:1", "reference_answer": "12"}
+    fields: dict[str, Any] = {
+        "step": step,
+        "group": group,
+        "sample": sample,
+        "problem_id": "a.jsonl:1",
+        "reference_answer": "12",
+    }
     fields |= {"response": " = 12", "reward": 1.0, "failure": "", "rollout": "rollout-0", "oldest_version": step - 1}
     return SampleFacts(**fields | over)
 
@@ -165,19 +170,14 @@ def test_samples_are_left_out_by_engine_environment_and_data_set() -> None:
     facts = [
         fact(1, 0),
         fact(1, 1, problem_id="b.jsonl:7", rollout="rollout-1"),
-        fact(1, 2, problem_id="c.jsonl:7", failure="no number"),
+        fact(1, 2, problem_id="c.jsonl:7"),
     ]
     partitions = list_partitions(facts, {"a.jsonl": "sums", "b.jsonl": "poems", "c.jsonl": "poems"})
-    assert {partition.name: partition.samples for partition in partitions} == {
-        "the samples of engine rollout-0": [facts[0], facts[2]],
-        "the samples of engine rollout-1": [facts[1]],
-        "the samples of environment sums": [facts[0]],
-        "the samples of environment poems": facts[1:],
-        "the samples of data set a.jsonl": [facts[0]],
-        "the samples of data set b.jsonl": [facts[1]],
-        "the samples of data set c.jsonl": [facts[2]],
-        "the samples that could not be scored": [facts[2]],
-    }
+    assert [{each.name: each.samples for each in partition} for partition in partitions] == [
+        {"the samples of engine rollout-0": [facts[0], facts[2]], "the samples of engine rollout-1": [facts[1]]},
+        {"the samples of environment sums": [facts[0]], "the samples of environment poems": facts[1:]},
+        {f"the samples of data set {name}.jsonl": [each] for name, each in zip("abc", facts, strict=True)},
+    ]
     assert list_partitions(facts[:1], {}) == [], "what all have in common is no difference"
 
 
@@ -191,24 +191,33 @@ def test_samples_are_left_out_beyond_an_age_the_oldest_first() -> None:
 
 
 def test_rewards_by_the_answers_change_only_those_that_differ() -> None:
+    right = [fact(1, group, problem_id=f"a.jsonl:{group}") for group in range(8)]
     facts = [
-        fact(1, 0),
-        fact(1, 1, reward=0.0),
-        fact(1, 2, response=" = 120"),
-        fact(1, 3, response=" = 13", reward=0.0),
-        fact(1, 4, reference_answer="", reward=0.5),
+        *right,
+        fact(1, 8, reward=0.0),
+        fact(1, 9, response=" = 120"),
+        fact(1, 10, response=" = 13", reward=0.0),
+        fact(1, 11, reference_answer="", reward=0.5),
     ]
     assert rewards_by_answers(facts) == (
-        SampleEdit(step=1, group=1, sample=0, reward=1.0),
-        SampleEdit(step=1, group=2, sample=0, reward=0.0),
+        SampleEdit(step=1, group=8, sample=0, reward=1.0),
+        SampleEdit(step=1, group=9, sample=0, reward=0.0),
     )
+    chance = [fact(1, group, reference_answer=str(group), response="0 1 2 3 4 5 6 7", reward=0) for group in range(8)]
+    assert rewards_by_answers(chance) == (), "each holds the answer of any other problem, too"
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
 def record_of(number: int, spec: TrialSpec, **over: Any) -> TrialRecord:
-    fields = {"number": number, "key": spec.key, "kind": spec.kind, "change": spec.change, "outcome": "well"}
+    fields: dict[str, Any] = {
+        "number": number,
+        "key": spec.key,
+        "kind": spec.kind,
+        "change": spec.change,
+        "outcome": "well",
+    }
     return TrialRecord(**fields | {"num_steps": 1, "seconds": 1.0} | over)
 
 
@@ -220,12 +229,16 @@ def test_a_table_outlives_a_torn_line_and_forgets_what_decided_nothing() -> None
     path = Path("run-bisect/trials.jsonl")
     whole = path.read_bytes()
     path.write_bytes(whole + msgspec.json.encode(record_of(3, specs[2]))[:20])
+    with pytest.raises(RunFolderError, match="run-bisect: another process is doing its trials"):
+        TrialTable(Path("run-bisect"), "id")
+    table.close()
     again = TrialTable(Path("run-bisect"), "id")
     assert [record.number for record in again.records] == [1, 2]
     assert again.find(specs[0].key) == record_of(1, specs[0])
     assert again.find(specs[1].key) is None, "it is done again"
     assert path.read_bytes() == whole
-    with pytest.raises(RunFolderError, match="trials of the run id, which was there before: --restart"):
+    again.close()
+    with pytest.raises(RunFolderError, match="is of the run id, which was there before: --restart"):
         TrialTable(Path("run-bisect"), "another")
 
 

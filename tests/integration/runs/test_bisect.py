@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tandem.observe.run_folder.journal import read_journal
 from tandem.samples import recorded_shards
 from tandem.samples.recorded_shards import read_samples
 from tests.harness.runs.by_hand import undisturbed_run
@@ -62,10 +63,12 @@ def run(healthy: Path) -> str:
 def test_a_poisoned_sample_is_named_and_no_trial_is_done_twice() -> None:
     Path("poisoned.py").write_text(POISON)
     undisturbed_run(Path(), BROKEN)
+    with read_journal(Path("run")) as journal:
+        run_id = journal.run_id
     poisoned = [
         sample
         for step in range(1, 6)
-        for sample in read_samples(Path("run"), step, None, "train")
+        for sample in read_samples(Path("run"), step, run_id, "train")
         if sample.reward == 1e6
     ]
     assert len(poisoned) == 1, "what was done to the run"
@@ -122,6 +125,8 @@ def test_a_trouble_given_by_hand_has_limits(run: str) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "trial 1: replay with nothing changed: the trouble is there" in done.stdout
     assert "no cause is named: 2 trials are used up (--max-trials)" in done.stdout
+    listed = json.loads(coordinator("runs", ".", "--json").stdout)
+    assert [row["folder"] for row in listed["runs"]] == ["run"], "trials are not listed"
     wrong = coordinator("bisect", run, "--metric", "entropi", "--above", "1")
     assert wrong.returncode == 2
     assert wrong.stderr == "error: --metric entropi: run has no such metric; did you mean 'entropy'?\n"
@@ -130,7 +135,7 @@ def test_a_trouble_given_by_hand_has_limits(run: str) -> None:
 def test_ctrl_c_ends_the_trial_and_says_how_to_continue(run: str) -> None:
     with Command("coordinator", "bisect", run, "--metric=loss", "--below=100") as bisect:
         bisect.wait_for(r"trouble: loss is below 100 in step 1")
-        wait_until(lambda: Path("run-bisect/trial-1/output.txt").exists(), lambda: "the first trial")
+        wait_until(lambda: Path("run-bisect/trials/1/output.txt").exists(), lambda: "the first trial")
         bisect.signal(signal.SIGINT)
         assert bisect.wait() == 130, bisect.output()
         assert "interrupted; continue with: coordinator bisect run --metric=loss --below=100.0" in bisect.output()

@@ -65,7 +65,8 @@ def _bisect(arguments: argparse.Namespace) -> int:
         if arguments.json:
             _print_json([], None)
         return OK
-    root = run.with_name(f"{run.name or run.absolute().name}-bisect")
+    base = run if run.name else run.absolute()
+    root = base.with_name(f"{base.name}-bisect")
     if arguments.restart:
         shutil.rmtree(root, ignore_errors=True)
     limits = TrialLimits(
@@ -78,6 +79,8 @@ def _bisect(arguments: argparse.Namespace) -> int:
         words = ["coordinator", "bisect", str(run), *_options(arguments)]
         say(f"interrupted; continue with: {shlex.join(words)}")
         return INTERRUPTED
+    finally:
+        bisection.table.close()
     if arguments.json:
         _print_json(bisection.table.records, end)
     else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from tandem.coordinator.algorithms.left_out import SampleEdit
-from tandem.observe.diagnosis.rewards import holds_answer
+from tandem.observe.diagnosis.rewards import LEAST_RIGHT, MANY_RIGHT, holds_answer
 from tandem.samples import recorded_shards, sample_files
 
 _COLUMNS = (
@@ -58,8 +58,6 @@ class SamplePartition(NamedTuple):
 
     name: str
     samples: list[SampleFacts]
-    is_cause: bool
-    """Whether what they have in common is the cause, rather than one of them, if the trouble is gone without them."""
 
 
 def read_facts(run: Path, run_id: str, first_step: int, last_step: int) -> list[SampleFacts]:
@@ -86,17 +84,30 @@ def edits_of(facts: Sequence[SampleFacts]) -> tuple[SampleEdit, ...]:
 
 
 def rewards_by_answers(facts: Sequence[SampleFacts]) -> tuple[SampleEdit, ...]:
-    """Return the edits with which samples that hold their reference answer have 1, and others 0, where it is known."""
+    """Return the edits with which samples that hold their reference answer have 1, and others 0, where it is known.
+
+    None if too few samples hold it to judge rewards by it, beyond those that hold the answer of another problem.
+    """
+    answered = [fact for fact in facts if fact.reference_answer and not fact.failure]
+    shifted = [*answered[len(answered) // 2 :], *answered[: len(answered) // 2]]
+    num_right = sum(holds_answer(fact.response, fact.reference_answer) for fact in answered)
+    num_right -= sum(
+        holds_answer(fact.response, shifted_fact.reference_answer)
+        for fact, shifted_fact in zip(answered, shifted, strict=True)
+        if shifted_fact.reference_answer != fact.reference_answer
+    )
+    if num_right < max(LEAST_RIGHT, MANY_RIGHT * len(answered)):
+        return ()
     edits = []
-    for fact in facts:
+    for fact in answered:
         reward = float(holds_answer(fact.response, fact.reference_answer))
-        if fact.reference_answer and not fact.failure and reward != fact.reward:
+        if reward != fact.reward:
             edits.append(SampleEdit(step=fact.step, group=fact.group, sample=fact.sample, reward=reward))
     return tuple(edits)
 
 
-def list_partitions(facts: Sequence[SampleFacts], environments: Mapping[str, str]) -> list[SamplePartition]:
-    """Return the sets of samples of one engine, environment or data set, and of failed scores, unless it is all.
+def list_partitions(facts: Sequence[SampleFacts], environments: Mapping[str, str]) -> list[list[SamplePartition]]:
+    """Return the samples by engine, by environment and by data set, where there are several.
 
     `environments` has the environment that scores the problems of each file.
     """
@@ -107,14 +118,11 @@ def list_partitions(facts: Sequence[SampleFacts], environments: Mapping[str, str
     }
     partitions = []
     for title, key in key_by_title.items():
-        sets: dict[Hashable, list[SampleFacts]] = {}
+        sets: dict[str, list[SampleFacts]] = {}
         for fact in facts:
             sets.setdefault(key(fact), []).append(fact)
         if len(sets) > 1:
-            partitions += [SamplePartition(f"{title} {name}", each, is_cause=False) for name, each in sets.items()]
-    failed = [fact for fact in facts if fact.failure]
-    if 0 < len(failed) < len(facts):
-        partitions.append(SamplePartition("the samples that could not be scored", failed, is_cause=True))
+            partitions.append([SamplePartition(f"{title} {name}", members) for name, members in sets.items()])
     return partitions
 
 
@@ -125,5 +133,5 @@ def list_old(facts: Sequence[SampleFacts]) -> list[SamplePartition]:
     for age in ages[:-1]:
         old = [fact for fact in facts if fact.age >= age]
         steps = "a step" if age == 1 else f"{age} steps"
-        partitions.append(SamplePartition(f"samples {steps} old or older", old, is_cause=True))
+        partitions.append(SamplePartition(f"samples {steps} old or older", old))
     return partitions

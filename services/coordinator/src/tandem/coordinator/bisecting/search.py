@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ _SMALL = 0.25
 _MOST_PARTS = 4
 """Parts into which samples are divided before it is given up that a few of them are the cause."""
 _MOST_NAMED = 3
+T = TypeVar("T")
 Say = Callable[[str], None]
 
 
@@ -307,42 +308,43 @@ class _TroubleSearch:
             return None
         facts = self._facts()
         within, of_set = facts, None
-        for partition in list_partitions(facts, self._environments()):
-            of_set = self._try_partition(partition, control)
-            if of_set is not None:
-                within = partition.samples
-                if partition.is_cause:
-                    return of_set
+        for partitions in list_partitions(facts, self._environments()):
+            part = self._narrow(partitions, lambda some: [fact for each in some for fact in each.samples], _MOST_PARTS)
+            if part is not None and len(part) == 1:
+                of_set, within = self._try_partition(part[0], control), part[0].samples
                 break
         # Those of the step that shows it come first: nothing before it is otherwise then than in the run.
         of_step = [fact for fact in within if fact.step == self._trouble.last_step]
-        few = self._reduce(of_step, most_parts=2)
+        few = self._find_few(of_step, most_parts=2)
         if few is None and len(of_step) < len(within):
-            few = self._reduce(within, _MOST_PARTS)
+            few = self._find_few(within, _MOST_PARTS)
         return of_set if few is None else self._name_samples(few, facts, control)
 
-    def _reduce(self, facts: Sequence[SampleFacts], most_parts: int) -> list[SampleFacts] | None:
-        """Return a small part of samples without which the trouble is gone; None if no small part is found.
-
-        If it is gone without either half, it hangs on everything before it, and no sample is its cause.
-        """
+    def _find_few(self, facts: Sequence[SampleFacts], most_parts: int) -> list[SampleFacts] | None:
+        """Return a small part of samples without which the trouble is gone; None if no small part is found."""
         groups = group_facts(facts)
-        num_groups = len(groups)
-
-        def holds(part: Sequence[tuple[SampleFacts, ...]]) -> bool:
-            members = [fact for group in part for fact in group]
-            return self._is_gone_without(members, _name_groups(part)) is not None
-
-        if num_groups > 1:
-            is_gone = [holds(half) for half in divide(groups, 2)]
-            if all(is_gone):
-                self._unmet.append("without either half of the samples the trouble is gone, so no few of them are it")
-                return None
-        part = reduce(groups, holds, most_parts)
-        if num_groups > 1 and len(part) > max(1, _SMALL * num_groups):
+        part = self._narrow(groups, lambda some: [fact for group in some for fact in group], most_parts)
+        if part is None or (len(groups) > 1 and len(part) > max(1, _SMALL * len(groups))):
             return None
         members = [fact for group in part for fact in group]
         return reduce(members, lambda few: self._is_gone_without(few, _name_samples(few)) is not None, _MOST_PARTS)
+
+    def _narrow(
+        self, units: Sequence[T], members_of: Callable[[Sequence[T]], list[SampleFacts]], most_parts: int
+    ) -> list[T] | None:
+        """Return the part of sets of samples without which the trouble is gone.
+
+        None if it is gone without either half: then it hangs on everything before it, and no sample is its cause.
+        """
+
+        def holds(part: Sequence[T]) -> bool:
+            members = members_of(part)
+            return self._is_gone_without(members, _name_samples(members)) is not None
+
+        if len(units) > 1 and all(holds(half) for half in divide(units, 2)):
+            self._unmet.append("without either half of the samples the trouble is gone, so no few of them are it")
+            return None
+        return reduce(units, holds, most_parts)
 
     def _name_samples(
         self, few: Sequence[SampleFacts], facts: Sequence[SampleFacts], control: TrialRecord
@@ -381,13 +383,6 @@ def _name_samples(few: Sequence[SampleFacts]) -> str:
         f"{len(few)} samples from step {first.step}, group {first.group}, sample {first.sample} to step {last.step}, "
         f"group {last.group}, sample {last.sample}"
     )
-
-
-def _name_groups(part: Sequence[tuple[SampleFacts, ...]]) -> str:
-    first, last = part[0][0], part[-1][0]
-    if len(part) == 1:
-        return f"step {first.step}, group {first.group}"
-    return f"{len(part)} groups from step {first.step}, group {first.group} to step {last.step}, group {last.group}"
 
 
 def _show(value: object) -> str:

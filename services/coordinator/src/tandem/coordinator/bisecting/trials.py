@@ -6,6 +6,7 @@ is done again.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -26,6 +27,8 @@ from tandem.observe.diagnosis.evidence import gather
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 
 TABLE = "trials.jsonl"
+FOLDER = "trials"
+"""Folder of the trials' own folders, which a list of runs leaves out."""
 _LOOK_S = 0.1
 _END_S = 30.0
 """Seconds for a trial to end once it is told to."""
@@ -93,10 +96,23 @@ class TrialTable:
     """The trials that are done, in a file that outlives a kill."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        """Read or begin the table in a folder. Raises `RunFolderError` if it is of another run."""
+        """Read or begin the table in a folder. Raises `RunFolderError` if it is of another run, or in use."""
         self._path = folder / TABLE
         self.records: list[TrialRecord] = []
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / "lock").open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read(run_id)
+        except BlockingIOError:
+            self.close()
+            raise RunFolderError(f"{folder}: another process is doing its trials") from None
+        except RunFolderError:
+            self.close()
+            raise
+
+    def _read(self, run_id: str) -> None:
+        """Read or begin the table."""
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         whole_lines = [line for line in lines if line.endswith(b"\n")]
         if not whole_lines:
@@ -108,9 +124,13 @@ class TrialTable:
         except msgspec.MsgspecError as error:
             raise RunFolderError(f"{self._path} is damaged: {error}; --restart begins anew") from None
         if header.run_id != run_id:
-            raise RunFolderError(f"{folder} has trials of the run {header.run_id}, which was there before: --restart")
+            raise RunFolderError(f"{self._path} is of the run {header.run_id}, which was there before: --restart")
         if len(whole_lines) < len(lines):  # the last line was torn
             self._path.write_bytes(b"".join(whole_lines))
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        self._lock.close()
 
     def find(self, key: str) -> TrialRecord | None:
         """Return the trial of that name, if it is done and has decided anything."""
@@ -127,7 +147,7 @@ class TrialTable:
 
 def carry_out(run: Path, root: Path, number: int, spec: TrialSpec, trouble: RunTrouble, most_s: float) -> TrialRecord:
     """Carry out a trial within a time limit. Raises `BisectionInterrupted`."""
-    folder = root / f"trial-{number}"
+    folder = root / FOLDER / str(number)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if spec.edits:
