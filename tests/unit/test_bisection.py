@@ -119,6 +119,14 @@ def test_a_trial_is_judged_by_the_steps_that_it_has() -> None:
     assert judged([]) == "undecided"
 
 
+def test_findings_that_follow_from_others_come_last_with_their_cause() -> None:
+    run = RUNS["a rate 100 times too high"]
+    records = [StepRecord(step=n, version=n, metrics=m, seconds={"total": 1.0}) for n, m in run.steps.items() if n]
+    troubles = troubles_of(evidence_of(config=config_of(run.algorithm), steps=tuple(records)))
+    assert [trouble.follows_from for trouble in troubles[:1]] == [""]
+    assert {trouble.follows_from for trouble in troubles[1:]} == {"learning rate too large"}
+
+
 # --- hypotheses ------------------------------------------------------------------------------------------------------
 
 

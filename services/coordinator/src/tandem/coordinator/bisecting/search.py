@@ -71,6 +71,8 @@ class BisectionEnd(msgspec.Struct, frozen=True, kw_only=True):
     cause: NamedCause | None
     reason: str = ""
     """Why nothing was named."""
+    is_fragile: bool = False
+    """Whether any change removes the trouble, so that a trial without it says nothing."""
     is_cut_short: bool = False
     """Whether trials or time were used up."""
 
@@ -95,8 +97,10 @@ class RunBisection:
 
     def search(self, troubles: Sequence[RunTrouble]) -> BisectionEnd:
         """Look for the cause of one trouble after another. Raises `BisectionInterrupted`."""
-        reasons = []
+        reasons, fragile_names = [], set[str]()
         for trouble in troubles:
+            if trouble.follows_from and trouble.follows_from not in fragile_names:
+                continue
             self._say(f"trouble: {trouble.text}")
             try:
                 end = _TroubleSearch(self, self._evidence, trouble).search()
@@ -106,6 +110,8 @@ class RunBisection:
             if end.cause is not None:
                 return msgspec.structs.replace(end, cause=msgspec.structs.replace(end.cause, trouble=name))
             reasons.append(f"{name}: {end.reason}")
+            if end.is_fragile:
+                fragile_names.add(name)
         return BisectionEnd(cause=None, reason="; ".join(reasons))
 
     def try_out(self, spec: TrialSpec, trouble: RunTrouble) -> TrialRecord:
@@ -139,6 +145,9 @@ class _TroubleSearch:
         self._trials = trials
         self._evidence = evidence
         self._trouble = trouble
+        self._is_fragile = False
+        self._are_halves_alike = False
+        """Whether the trouble is gone without either half of the sets that were asked about last."""
         self._unmet: list[str] = []
         """Why nothing could be told."""
         self._spans = {"replay": self._find_replay(), "rerun": self._find_rerun()}
@@ -159,6 +168,9 @@ class _TroubleSearch:
                     cause = self._try_settings(hypothesis, hypothesis.kind)
             if cause is not None:
                 return BisectionEnd(cause=cause)
+            if self._is_fragile:
+                reason = "it is gone without either half of the samples: it hangs on everything before it"
+                return BisectionEnd(cause=None, reason=reason, is_fragile=True)
         if not hypotheses:
             return BisectionEnd(cause=None, reason="no trial can tell its cause")
         reason = "; ".join(dict.fromkeys(self._unmet)) or "with each of the changes tried, the trouble was still there"
@@ -309,28 +321,33 @@ class _TroubleSearch:
         facts = self._facts()
         within, of_set = facts, None
         for partitions in list_partitions(facts, self._environments()):
-            part = self._narrow(partitions, lambda some: [fact for each in some for fact in each.samples], _MOST_PARTS)
+            part = self._narrow(partitions, lambda some: [fact for each in some for fact in each.samples], _name_sets)
             if part is not None and len(part) == 1:
                 of_set, within = self._try_partition(part[0], control), part[0].samples
                 break
         # Those of the step that shows it come first: nothing before it is otherwise then than in the run.
         of_step = [fact for fact in within if fact.step == self._trouble.last_step]
         few = self._find_few(of_step, most_parts=2)
-        if few is None and len(of_step) < len(within):
+        if few is None and len(of_step) < len(within) and of_set is None:
             few = self._find_few(within, _MOST_PARTS)
+            self._is_fragile = few is None and self._are_halves_alike
         return of_set if few is None else self._name_samples(few, facts, control)
 
     def _find_few(self, facts: Sequence[SampleFacts], most_parts: int) -> list[SampleFacts] | None:
         """Return a small part of samples without which the trouble is gone; None if no small part is found."""
         groups = group_facts(facts)
-        part = self._narrow(groups, lambda some: [fact for group in some for fact in group], most_parts)
+        part = self._narrow(groups, lambda some: [fact for group in some for fact in group], _name_groups, most_parts)
         if part is None or (len(groups) > 1 and len(part) > max(1, _SMALL * len(groups))):
             return None
         members = [fact for group in part for fact in group]
         return reduce(members, lambda few: self._is_gone_without(few, _name_samples(few)) is not None, _MOST_PARTS)
 
     def _narrow(
-        self, units: Sequence[T], members_of: Callable[[Sequence[T]], list[SampleFacts]], most_parts: int
+        self,
+        units: Sequence[T],
+        members_of: Callable[[Sequence[T]], list[SampleFacts]],
+        name: Callable[[Sequence[T]], str],
+        most_parts: int = _MOST_PARTS,
     ) -> list[T] | None:
         """Return the part of sets of samples without which the trouble is gone.
 
@@ -338,11 +355,10 @@ class _TroubleSearch:
         """
 
         def holds(part: Sequence[T]) -> bool:
-            members = members_of(part)
-            return self._is_gone_without(members, _name_samples(members)) is not None
+            return self._is_gone_without(members_of(part), name(part)) is not None
 
-        if len(units) > 1 and all(holds(half) for half in divide(units, 2)):
-            self._unmet.append("without either half of the samples the trouble is gone, so no few of them are it")
+        self._are_halves_alike = len(units) > 1 and all(holds(half) for half in divide(units, 2))
+        if self._are_halves_alike:
             return None
         return reduce(units, holds, most_parts)
 
@@ -383,6 +399,17 @@ def _name_samples(few: Sequence[SampleFacts]) -> str:
         f"{len(few)} samples from step {first.step}, group {first.group}, sample {first.sample} to step {last.step}, "
         f"group {last.group}, sample {last.sample}"
     )
+
+
+def _name_sets(partitions: Sequence[SamplePartition]) -> str:
+    return ", ".join(partition.name for partition in partitions)
+
+
+def _name_groups(part: Sequence[tuple[SampleFacts, ...]]) -> str:
+    first, last = part[0][0], part[-1][0]
+    if len(part) == 1:
+        return f"step {first.step}, group {first.group}"
+    return f"{len(part)} groups from step {first.step}, group {first.group} to step {last.step}, group {last.group}"
 
 
 def _show(value: object) -> str:

@@ -181,6 +181,8 @@ def judge_folder(folder: Path, spec: TrialSpec, trouble: RunTrouble) -> tuple[Ou
     except TandemError as error:
         return "undecided", str(error), []
     first, last = (spec.from_step + 1, spec.to_step) if spec.kind == "replay" else (0, spec.to_step - spec.from_step)
+    if trouble.is_of_one_step:
+        first = trouble.first_step - (spec.from_step if spec.kind == "rerun" else 0)
     is_over = bool(records) and records[-1].step >= last
     if trouble.metric:
         outcome = trouble.judge(records, first, last, is_over=is_over)

@@ -135,6 +135,10 @@ class RunTrouble(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int
     """Step by which it is certain."""
     is_certain: bool = False
+    follows_from: str = ""
+    """Finding that it follows from, if that is the cause; empty if there is none."""
+    is_of_one_step: bool = False
+    """Whether only `first_step` counts."""
 
     @property
     def is_of_trainers(self) -> bool:
@@ -170,9 +174,11 @@ def points_of(metric: str, steps: Sequence[StepRecord]) -> list[tuple[int, float
 
 
 def find_troubles(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[RunTrouble]:
-    """Return those findings of a diagnosis that follow from no other as troubles, the most likely first."""
-    causes = [each for each in findings if not each.explained_by and each.name not in _NOT_BY_TRAINING]
-    return [_describe(evidence, finding) for finding in causes[:MOST_TROUBLES]]
+    """Return findings of a diagnosis as troubles, the most likely first, and those that follow from others last."""
+    bisectable = [each for each in findings if each.name not in _NOT_BY_TRAINING]
+    causes = [each for each in bisectable if not each.explained_by][:MOST_TROUBLES]
+    names = {each.name for each in causes}
+    return [_describe(evidence, each) for each in (*causes, *(e for e in bisectable if e.explained_by in names))]
 
 
 def find_by_hand(
@@ -183,7 +189,7 @@ def find_by_hand(
     trouble = _first_beyond(evidence, limit, "", "")
     if trouble is None or step is None:
         return trouble
-    return msgspec.structs.replace(trouble, first_step=step, last_step=step)
+    return msgspec.structs.replace(trouble, first_step=step, last_step=step, is_of_one_step=True)
 
 
 def _describe(evidence: RunEvidence, finding: DiagnosisFinding) -> RunTrouble:
@@ -193,7 +199,8 @@ def _describe(evidence: RunEvidence, finding: DiagnosisFinding) -> RunTrouble:
         trouble for limit in ranges if (trouble := _first_beyond(evidence, limit, finding.name, finding.certainty))
     ]
     if measured:
-        return min(measured, key=lambda trouble: trouble.last_step)
+        earliest = min(measured, key=lambda trouble: trouble.last_step)
+        return msgspec.structs.replace(earliest, follows_from=finding.explained_by)
     step = _first_shown(evidence, finding.name)
     return RunTrouble(
         finding=finding.name,
@@ -201,6 +208,7 @@ def _describe(evidence: RunEvidence, finding: DiagnosisFinding) -> RunTrouble:
         first_step=min(finding.since, step),
         last_step=step,
         is_certain=finding.certainty == "certain",
+        follows_from=finding.explained_by,
     )
 
 
