@@ -195,6 +195,8 @@ def find_by_hand(
 def _describe(evidence: RunEvidence, finding: DiagnosisFinding) -> RunTrouble:
     """Return a finding as a trouble with the earliest of its metrics, or with none."""
     ranges = RANGES.get(finding.name, ())
+    if evidence.config.declaration.rolls_out:  # its first loss is near zero, and no measure
+        ranges = tuple(limit for limit in ranges if (limit.metric, limit.of) != ("loss", "first"))
     measured = [
         trouble for limit in ranges if (trouble := _first_beyond(evidence, limit, finding.name, finding.certainty))
     ]
