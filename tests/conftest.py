@@ -49,6 +49,7 @@ _LONG_FILES = (
     "test_readme.py",
     "test_lora_algorithms.py",
     "test_replay.py",
+    "test_bisect.py",
     "test_run.py",
     "test_front_end.py",
     "test_check.py",

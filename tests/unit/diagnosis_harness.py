@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tandem.config import Config, build_config, config_to_json
 from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
@@ -43,6 +45,20 @@ SLOW_RANK = {
 }
 """Of a step of two seconds."""
 Metrics = dict[str, float]
+
+
+class RecordedRun(msgspec.Struct, frozen=True):
+    """The metrics of a run, and what was wrong with it."""
+
+    algorithm: str
+    cause: str
+    """The finding that must come first; empty if nothing may be found."""
+    every: int
+    """Of how many steps one is here."""
+    steps: dict[int, dict[str, float]]
+
+
+RUNS = msgspec.json.decode(Path(__file__).with_name("recorded_runs.json").read_bytes(), type=dict[str, RecordedRun])
 
 
 def config_of(algorithm: str = "grpo", **sections: Any) -> Config:

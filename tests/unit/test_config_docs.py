@@ -215,6 +215,7 @@ NEW_KEYS = [
     "replay.run_id",
     "replay.from_step",
     "replay.to_step",
+    "replay.without",
 ]
 """Keys that NeMo-RL v0.3 does not have."""
 

@@ -8,28 +8,11 @@ every fifth or twentieth step, and those that were validated.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import msgspec
 import pytest
-from diagnosis_harness import config_of, evidence_of, found_in
+from diagnosis_harness import RUNS, config_of, evidence_of, found_in
 
 from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.run_folder.journal import StepRecord
-
-
-class RecordedRun(msgspec.Struct, frozen=True):
-    """The metrics of a run, and what was wrong with it."""
-
-    algorithm: str
-    cause: str
-    """The finding that must come first; empty if nothing may be found."""
-    every: int
-    """Of how many steps one is here."""
-    steps: dict[int, dict[str, float]]
-
-
-RUNS = msgspec.json.decode(Path(__file__).with_name("recorded_runs.json").read_bytes(), type=dict[str, RecordedRun])
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -227,7 +227,8 @@ def test_a_replay_is_resumed_by_its_own_folder() -> None:
 
 def test_without_overrides_only_where_it_writes_differs() -> None:
     run = recorded_run()
-    keys = {"logger.log_dir", *(f"replay{key}" for key in ("", ".run", ".run_id", ".from_step", ".to_step"))}
+    names = ("", ".run", ".run_id", ".from_step", ".to_step", ".without")
+    keys = {"logger.log_dir", *(f"replay{name}" for name in names)}
     assert {*changed_keys(run.config, begin())} == keys
 
 

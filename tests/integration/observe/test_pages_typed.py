@@ -135,7 +135,12 @@ def test_those_of_evaluation(here: Path) -> None:
 
 
 def test_those_that_look_at_a_run(here: Path) -> None:
-    for page, names in (("samples.md", {"samples"}), ("diagnose.md", {"diagnose"}), ("performance.md", {"plan"})):
+    for page, names in (
+        ("samples.md", {"samples"}),
+        ("diagnose.md", {"diagnose"}),
+        ("bisect.md", {"bisect"}),
+        ("performance.md", {"plan"}),
+    ):
         found = commands(page)
         assert {words[0] for words in found} == names
         for words in found:

@@ -15,6 +15,7 @@ from typing import NoReturn
 from tandem.common import descriptors, errors, gc_tuning, kept_inputs, outputs
 from tandem.common.distribution import version
 from tandem.common.network import forget_empty_endpoint
+from tandem.coordinator.bisecting import bisect
 from tandem.coordinator.clusters import kubernetes, ray, slurm
 from tandem.coordinator.commands import (
     chat,
@@ -45,13 +46,13 @@ from tandem.coordinator.tinker import tinker
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "start a run": (init, check, plan, up, sweep, replay),
-    "look at a run": (view, samples, diagnose, report, runs, note, refits),
+    "look at a run": (view, samples, diagnose, bisect, report, runs, note, refits),
     "weights and models": (eval, chat, serve, tinker, merge, push),
     "machines": (doctor, slurm, kubernetes, ray, join, keys),
     "shell": (completion,),
 }
 """Commands by purpose, in the order in which a newcomer meets them."""
-_LASTING = frozenset({"up", "sweep", "replay", "view", "eval", "serve", "tinker", "ray", "join"})
+_LASTING = frozenset({"up", "sweep", "replay", "bisect", "view", "eval", "serve", "tinker", "ray", "join"})
 """Commands that continue when their output has no reader any more."""
 EXAMPLES = {
     "": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
@@ -69,6 +70,7 @@ EXAMPLES = {
     "samples": "coordinator samples results/arithmetic --step 12 --worst",
     "report": "coordinator report results/arithmetic results/seed1",
     "diagnose": "coordinator diagnose results/arithmetic",
+    "bisect": "coordinator bisect results/arithmetic",
     "refits": "coordinator refits results/arithmetic",
     "replay": "coordinator replay results/arithmetic --from 50 loss_fn.ratio_clip_max=0.28",
     "eval": "coordinator eval examples/arithmetic.yaml --model results/arithmetic eval.num_tests_per_prompt=8",
@@ -177,6 +179,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--from STEP says where to --resume: give both")
     if arguments.command == "replay" and arguments.resume and arguments.to_step is not None:
         parser.error("--to STEP is set when a replay begins: leave it out with --resume")
+    if arguments.command == "replay" and arguments.resume and arguments.without is not None:
+        parser.error("--without FILE is set when a replay begins: leave it out with --resume")
     return arguments
 
 

@@ -61,6 +61,8 @@ class ReplayConfig(ConfigSection, frozen=True, kw_only=True):
     """New. Step of the checkpoint from which training continues; 0 is the run's initial model."""
     to_step: PositiveInt
     """New. Last step to train on."""
+    without: NonEmptyStr | None = None
+    """New. File that names samples to leave out, or to give another reward; null means all as recorded."""
 
 
 class WandbConfig(ConfigSection, frozen=True, kw_only=True):

@@ -273,12 +273,14 @@ def find_against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find rewards that do not go to responses with the reference answer, in the first recorded steps."""
     steps = sorted({row.step for row in evidence.samples})[:_FIRST_STEPS]
     rows = [row for row in evidence.samples if row.step in steps and row.reference_answer and not row.failure]
-    right = [row for row in rows if _has(row.response, row.reference_answer)]
-    wrong = [row for row in rows if not _has(row.response, row.reference_answer)]
+    right = [row for row in rows if holds_answer(row.response, row.reference_answer)]
+    wrong = [row for row in rows if not holds_answer(row.response, row.reference_answer)]
     if len(right) < LEAST_RIGHT or not wrong:
         return None
     # Another problem's answer in a response is chance.
-    chance = sum(_has(row.response, next_.reference_answer) for row, next_ in zip(rows, _shift(rows), strict=True))
+    chance = sum(
+        holds_answer(row.response, next_.reference_answer) for row, next_ in zip(rows, _shift(rows), strict=True)
+    )
     if len(right) - chance < MANY_RIGHT * len(rows):
         return None
     worth, wrong_worth = (sum(row.reward for row in each) / len(each) for each in (right, wrong))
@@ -305,7 +307,7 @@ def find_against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def _has(response: str, answer: str) -> bool:
+def holds_answer(response: str, answer: str) -> bool:
     """Return whether a response contains an answer as a separate word or number."""
     return re.search(rf"(?<![\w.-]){re.escape(answer)}(?![\w]|\.\d)", response) is not None
 

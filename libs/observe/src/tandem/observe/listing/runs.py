@@ -27,6 +27,8 @@ OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensor
 """Keys that differ between any two runs, and mean nothing."""
 _NEVER_RUNS = ("checkpoints", "evaluation", "samples", "logs", "keys", "tensorboard")
 """Folders within a run's that hold no run, and may hold many files."""
+_TRIALS, _TABLE_OF_TRIALS = "trials", "trials.jsonl"
+"""Folder of the trials of a bisection, and the file that lies next to it."""
 NOTES_NAME = "notes.json"
 _TAG = re.compile(r"[^\s,=]{1,60}")
 _MOST_CHARACTERS = 10_000
@@ -160,6 +162,8 @@ def _below(root: Path) -> Iterator[Path]:
         is_run = JOURNAL_NAME in files
         if is_run:
             yield Path(place)
+        if _TABLE_OF_TRIALS in files and _TRIALS in names:
+            names.remove(_TRIALS)
         names[:] = sorted(n for n in names if not n.startswith(".") and not (is_run and n in _NEVER_RUNS))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tandem.common.curve import AdmittedKeys
@@ -32,6 +33,9 @@ from tandem.samples.routed_experts import as_trained_on, replayed_experts
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tandem.coordinator.algorithms.left_out import EditedSamples
 
 SOURCE = "record"
 """The trainers' name for the store."""
@@ -131,6 +135,12 @@ class RecordedSteps:
         self._folder = Path(config.replay.run) / sample_files.FOLDER
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._ahead: tuple[int, Future[list[RecordedSample]]] | None = None
+        self._edited: EditedSamples | None = None
+        """Samples that the replay leaves out; None if all stay."""
+        if config.replay.without is not None:
+            from tandem.coordinator.algorithms.left_out import EditedSamples
+
+            self._edited = EditedSamples(config.replay.without)
 
     def take(self, step: int) -> list[RecordedSample]:
         """Return the samples of a step, in order, and begin to read the next one's. Raises `SamplesError`."""
@@ -159,7 +169,7 @@ class RecordedSteps:
                 f"the samples of step {step} are not in {self._folder} any more: the run keeps as many as its "
                 "logger.samples says"
             )
-        return samples
+        return samples if self._edited is None else self._edited.apply(step, samples)
 
 
 def is_whole(config: Config, keys: Sequence[tuple[int, int]]) -> bool:

@@ -84,7 +84,25 @@ def run_to_outcome(
     *,
     supervision: SupervisorConnection | None = None,
 ) -> FinishRun:
-    """Run a configuration, and report on it when it has finished; `begun` is called after the checks.
+    """Run a configuration, as `run_without_report` does, and report on it when it has finished."""
+    finish = run_without_report(source, config, mode, from_step, reward_server, begun, supervision=supervision)
+    if finish.outcome == "finished":
+        folder = Path(config.logger.log_dir)
+        print(_evaluated(folder) if config.evaluates else _report(config, folder), flush=True)
+    return finish
+
+
+def run_without_report(
+    source: str,
+    config: Config,
+    mode: Mode,
+    from_step: int | None,
+    reward_server: RewardServer | None = None,
+    begun: Callable[[], None] = lambda: None,
+    *,
+    supervision: SupervisorConnection | None = None,
+) -> FinishRun:
+    """Run a configuration; `begun` is called after the checks.
 
     `supervision` belongs to this process if another one takes over when it is lost.
 
@@ -121,13 +139,9 @@ def run_to_outcome(
                 supervision=supervision,
                 reward_server=reward_server,
             )
-            finish = run(invocation)
+            return run(invocation)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
-        finish = FinishRun(outcome="interrupted")
-    if finish.outcome == "finished":
-        folder = Path(config.logger.log_dir)
-        print(_evaluated(folder) if config.evaluates else _report(config, folder), flush=True)
-    return finish
+        return FinishRun(outcome="interrupted")
 
 
 def _report(config: Config, folder: Path) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -121,8 +122,12 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Finished steps with a checkpoint."""
 
 
-def begin_replay(run: Path, from_step: int | None, to_step: int | None, overrides: Sequence[str]) -> ChangedConfig:
+def begin_replay(
+    run: Path, from_step: int | None, to_step: int | None, overrides: Sequence[str], without: Path | None = None
+) -> ChangedConfig:
     """Return the configuration of a new replay of the run in a folder, and its keys that overrides changed.
+
+    `without` is a file that names samples to leave out.
 
     Raises:
         TandemError: the replay is impossible; a `ConfigError` if the command line is the reason.
@@ -133,13 +138,15 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
         start = _start(recorded, from_step, end)
         if start:
             check_checkpoint(recorded.config, journal, checkpoints_of(run, recorded.config), start)
-    settings = {
+    settings: dict[str, Any] = {
         "prerequisite": None,
         "checkpointing": {"checkpoint_dir": None},  # within the run folder, unless an override names another
         "eval": {"during_training": False},  # it needs engines
         "logger": {"log_dir": str(new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
         "replay": {"run": str(run), "run_id": recorded.run_id, "from_step": start, "to_step": end},
     }
+    if without is not None:
+        settings["replay"] |= {"without": _find_edits(without, start, end)}
     try:
         changed = change_config(recorded.config, settings, overrides, str(run / CONFIG_NAME))
     except ConfigError:  # also for wrong values of keys that cannot be changed at all
@@ -206,12 +213,26 @@ def describe_start(config: Config) -> Iterator[str]:
     source = f"its checkpoint of step {replay.from_step}" if replay.from_step else "the model that it started from"
     steps = steps_in_words(range(replay.from_step + 1, replay.to_step + 1))
     yield f"{config.logger.log_dir} is a replay of {replay.run}: {steps}, from {source}"
+    if replay.without is not None:
+        yield f"note: samples that {replay.without} names are left out, or have the rewards that it gives them"
     section = config.rollout_section
     if section.val_period or section.val_at_start or section.val_at_end:
         yield "note: validation is left out, because it needs engines"
 
 
 # --- what can be replayed --------------------------------------------------------------------------------------------
+
+
+def _find_edits(without: Path, start: int, end: int) -> str:
+    """Return the path of a file of samples to leave out. Raise `ConfigError` unless all are of replayed steps."""
+    from tandem.coordinator.algorithms.left_out import OPTION, EditedSamples
+
+    path = str(without.absolute())
+    outside = [step for step in EditedSamples(path).steps if not start < step <= end]
+    if outside:
+        replayed = steps_in_words(range(start + 1, end + 1))
+        raise ConfigError(f"{OPTION}: {without} names samples of {steps_in_words(outside)}; replayed are {replayed}")
+    return path
 
 
 def _read_recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
@@ -269,10 +290,24 @@ def _end(recorded: RecordedRun, to_step: int | None) -> int:
     raise ConfigError(f"--to {to_step}: {_not_recorded(recorded, [to_step])}")
 
 
+def list_starts(run: Path, to_step: int) -> list[int]:
+    """Return the steps after which a replay up to `to_step` can begin, in order. Raises `TandemError`."""
+    with read_journal(run) as journal:
+        recorded = _read_recorded_run(run, journal)
+    missing = _find_missing(recorded, _end(recorded, to_step))
+    return [step for step in missing if not missing[step]]
+
+
+def _find_missing(recorded: RecordedRun, end: int) -> dict[int, list[int]]:
+    """Return the steps that are not recorded, for each step that a replay up to `end` might begin after."""
+    starts = [0, *(step for step in recorded.checkpoints if step < end)]
+    return {step: sorted({*range(step + 1, end + 1)} - recorded.whole_steps) for step in starts}
+
+
 def _start(recorded: RecordedRun, from_step: int | None, end: int) -> int:
     """Return the step to begin after: the first with all samples after it, unless one is named."""
-    starts = [0, *(step for step in recorded.checkpoints if step < end)]
-    missing = {step: sorted({*range(step + 1, end + 1)} - recorded.whole_steps) for step in starts}
+    missing = _find_missing(recorded, end)
+    starts = [*missing]
     possible = [step for step in starts if not missing[step]]
     begins = [*(f"from step {step}" for step in possible if step), *(["from the beginning"] if 0 in possible else [])]
     choices = f"it can be replayed {', '.join(begins)}" if begins else "no step can be replayed"
@@ -416,7 +451,8 @@ def _explain_difference(before: Config, after: Config, steps: Sequence[StepRecor
 
 def _changes(before: Config, after: Config) -> list[str]:
     """Return the keys that were changed and may change weights."""
-    return [key for key in changed_keys(before, after) if not is_within(key, _OF_NO_WEIGHTS)]
+    keys = [key for key in changed_keys(before, after) if not is_within(key, _OF_NO_WEIGHTS)]
+    return keys if after.replay is None or after.replay.without is None else [*keys, "replay.without"]
 
 
 def _were_changed(keys: Sequence[str]) -> str:

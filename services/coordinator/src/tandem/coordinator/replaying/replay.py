@@ -25,6 +25,12 @@ def add(commands: Commands) -> None:
     replay.add_argument(
         "--to", dest="to_step", type=int, metavar="STEP", help="end with this step (default: the newest recorded)"
     )
+    replay.add_argument(
+        "--without",
+        type=Path,
+        metavar="FILE",
+        help='leave samples out: JSON lines such as {"step": 3, "group": 0, "sample": 5}',
+    )
     replay.add_argument("--resume", action="store_true", help="continue the replay whose run folder RUN is")
     replay.set_defaults(carry_out=_replay)
 
@@ -45,7 +51,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         config = continue_replay(run, arguments.overrides)
         words = ["coordinator", "replay", str(run), *arguments.overrides, "--resume"]
         return run_to_end(source_of(run), config, "resume", arguments.from_step, words)
-    config = begin_replay(run, arguments.from_step, arguments.to_step, arguments.overrides).config
+    config = begin_replay(run, arguments.from_step, arguments.to_step, arguments.overrides, arguments.without).config
     for line in describe_start(config):
         print(line, flush=True)
     words = ["coordinator", "replay", config.logger.log_dir, "--resume"]
@@ -57,6 +63,7 @@ def _replay_calls(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.replaying.calls import replay_calls
 
     options = {"--from": arguments.from_step, "--to": arguments.to_step, "--resume": arguments.resume or None}
+    options["--without"] = arguments.without
     for option, value in options.items():
         if value is not None:
             raise ConfigError(

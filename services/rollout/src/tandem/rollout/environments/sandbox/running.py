@@ -74,9 +74,9 @@ def run_program(source: str, stdin: str = "", limits: SandboxLimits | None = Non
         process = _start(theirs.fileno(), source_fd, stdin_fd)
         theirs.close()
         try:
-            ours.sendall(program.write_orders(orders, _list_paths()).encode())
-            ours.settimeout(_STARTING_S)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it has ended, and says why
+                ours.sendall(program.write_orders(orders, _list_paths()).encode())
+                ours.settimeout(_STARTING_S)
                 if ours.recv(1) == b"m" and _map_users(process.pid):
                     ours.sendall(b"m")
             return _await_end(process, limits)
