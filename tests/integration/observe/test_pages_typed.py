@@ -110,7 +110,7 @@ def test_every_page_with_commands_has_a_test_that_types_them() -> None:
 
 
 def test_those_of_evaluation(here: Path) -> None:
-    *ours, nemo, served = commands("evaluation.md")
+    *ours, during, nemo, served = commands("evaluation.md")
     assert [words[0] for words in (*ours, nemo)] == ["eval"] * 4
     assert served == ["serve", "results/arithmetic", "--name", "policy"], "as tests of serving type it"
     said = []
@@ -128,6 +128,9 @@ def test_those_of_evaluation(here: Path) -> None:
     table = json.loads(Path("results/arithmetic/eval/results.json").read_text())
     assert [len(table["models"]), table["num_tests_per_prompt"]] == [2, 1]
     assert [*Path("results/arithmetic").glob("eval*")] != [Path("results/arithmetic/eval")], "set aside"
+    ended = coordinator(*during, *SHORT, *during[2:], "logger.log_dir=results/during")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^step 2: the checkpoint has held-out accuracy \d\.\d+", ended.stdout, re.MULTILINE), ended.stdout
     on_a_cpu = ["generation.backend=transformers", "cluster.gpus_per_node=0", "logger.log_dir=results/nemo"]
     ended = coordinator(*nemo, *on_a_cpu)
     assert ended.returncode == 0, ended.stderr
