@@ -1,4 +1,4 @@
-"""The first process of a sandbox for tasks of Harbor: namespaces, a root of its own, and its commands
+"""The first process of a sandbox for tasks of Harbor: namespaces, a root of its own, and its commands.
 
 ``python -I -S enclose.py SOCKET`` reads its settings from the socket, shuts itself in, and then runs what it is sent.
 Each message has the descriptor of an order in JSON and, after that, those that the order is about. It answers with

@@ -1,4 +1,4 @@
-"""The program that lists Harbor's tasks (0.25) in a folder, and plays them in sandboxes on this machine.
+"""The program that lists Harbor's tasks (0.25) in a folder, and plays them in sandboxes.
 
 It runs on the interpreter that has the package. ``play_harbor.py list SETTINGS ANSWER NUM`` tries all tasks and writes
 them to a file; ``play_harbor.py play SETTINGS`` reads a line of JSON for each episode, as any agent that stays
