@@ -23,6 +23,7 @@ from tandem.common import signals
 from tandem.common.errors import RunFolderError, TandemError
 from tandem.coordinator.algorithms.left_out import SampleEdit, write_edits
 from tandem.coordinator.bisecting.troubles import Outcome, RunTrouble, shows
+from tandem.launch.child import KILLED_S
 from tandem.observe.diagnosis.evidence import gather
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 
@@ -231,7 +232,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             child.wait(_END_S)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
+            child.wait(KILLED_S)
 
 
 def _last_line(output: Path) -> str:
