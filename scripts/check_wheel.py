@@ -24,6 +24,9 @@ NEEDS = {
     "tandem.observe.exporters.prometheus": "prometheus_client",
     "tandem.observe.exporters.tracing": "opentelemetry",
     "tandem.samples.packaged_environments.programs.tandem_chat": "verifiers",
+    # Programs of an interpreter that has Harbor, which find each other in their own folder.
+    "tandem.samples.packaged_environments.programs.enclosed": "harbor",
+    "tandem.samples.packaged_environments.programs.harbor_sandbox": "harbor",
 }
 
 

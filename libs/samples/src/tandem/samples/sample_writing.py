@@ -21,10 +21,27 @@ from xxhash import xxh3_64_hexdigest
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import SampleKey, SampleScored
-from tandem.samples import sample_record
 from tandem.samples.batch import Float32s, Int32s
 from tandem.samples.routed_experts import COLUMN
 from tandem.samples.sample_files import LOGPROBS, shard_path, temporary_path
+from tandem.samples.sample_record import (
+    ARRAYS,
+    DIGEST,
+    EXPERTS,
+    FORMAT,
+    FORMAT_KEY,
+    IMAGES,
+    LOGPROBS_SCHEMA,
+    NO_DIGEST,
+    ROLE_REWARDS,
+    ROLES,
+    RUN_ID,
+    SAMPLING_MASKS,
+    SCHEMA,
+    UNREADABLE,
+    RecordedSample,
+    schema_with,
+)
 
 _ROW_GROUP = 128
 """Samples per row group, so that reading a few samples of a big shard does not read all tokens."""
@@ -57,10 +74,10 @@ def _parquet(table: pa.Table) -> bytearray:
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
         writer.write_table(table, row_group_size=_ROW_GROUP)
-        writer.add_key_value_metadata({sample_record.DIGEST: sample_record.NO_DIGEST})
+        writer.add_key_value_metadata({DIGEST: NO_DIGEST})
     content = bytearray(sink.getvalue())
-    at = content.rindex(sample_record.NO_DIGEST)
-    content[at : at + len(sample_record.NO_DIGEST)] = xxh3_64_hexdigest(content).encode()
+    at = content.rindex(NO_DIGEST)
+    content[at : at + len(NO_DIGEST)] = xxh3_64_hexdigest(content).encode()
     return content
 
 
@@ -82,11 +99,9 @@ def write_logprobs(
     columns = [
         pa.array(np.full(len(keys), step, dtype=np.int64)),
         *map(pa.array, columns_KS),
-        pa.ListArray.from_arrays(
-            offsets, pa.array(logprobs_T, pa.float32()), type=sample_record.LOGPROBS_SCHEMA.field(-1).type
-        ),
+        pa.ListArray.from_arrays(offsets, pa.array(logprobs_T, pa.float32()), type=LOGPROBS_SCHEMA.field(-1).type),
     ]
-    table = pa.Table.from_arrays(columns, schema=sample_record.LOGPROBS_SCHEMA)
+    table = pa.Table.from_arrays(columns, schema=LOGPROBS_SCHEMA)
     write_shard(shard_path(folder / LOGPROBS, step, trainer), run_id, table)
 
 
@@ -94,14 +109,14 @@ class UnfinishedFile:
     """An unfinished file, as seen by its only writer. Every method raises `OSError`; the file is unusable after
     that."""
 
-    def __init__(self, path: Path, run_id: str, schema: pa.Schema = sample_record.SCHEMA) -> None:
+    def __init__(self, path: Path, run_id: str, schema: pa.Schema = SCHEMA) -> None:
         """Create the file; `schema` is that of `schema_with` for samples with optional columns."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)  # unbuffered, so that a killed process loses nothing
         self._write(schema.with_metadata(_metadata(run_id)).serialize())
 
-    def append(self, samples: Sequence[sample_record.RecordedSample]) -> None:
+    def append(self, samples: Sequence[RecordedSample]) -> None:
         """Write samples, all of one step."""
         for batch in table_of(samples).to_batches():
             self._write(batch.serialize())
@@ -123,7 +138,7 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
     """
     try:
         if not path.stat().st_size:  # the writer ended, or the disk was full, before the header was written
-            return sample_record.SCHEMA.empty_table()
+            return SCHEMA.empty_table()
         with pa.OSFile(str(path)) as file:  # not mapped, since another process may delete it meanwhile
             stream, batches = pa.ipc.open_stream(file), []
             check_schema(path, stream.schema, run_id)
@@ -131,29 +146,22 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
                 while True:
                     batches.append(stream.read_next_batch())
             return pa.Table.from_batches(batches, stream.schema)
-    except sample_record.UNREADABLE as error:
+    except UNREADABLE as error:
         raise unreadable(path, error) from error
 
 
-def table_of(samples: Sequence[sample_record.RecordedSample]) -> pa.Table:
+def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
-    arrays, schema = samples[0].arrays.columns, sample_record.SCHEMA
+    arrays, schema = samples[0].arrays.columns, SCHEMA
     has_roles = bool(samples[0].scored.role_rewards)
     if has_roles or "num_images_S" in arrays or "mask_lengths_T" in arrays:
         has_images, has_masks = "num_images_S" in arrays, "mask_lengths_T" in arrays
-        schema = sample_record.schema_with(
-            {
-                sample_record.IMAGES: has_images,
-                sample_record.SAMPLING_MASKS: has_masks,
-                sample_record.ROLES: has_roles,
-                sample_record.ROLE_REWARDS: has_roles,
-            }
-        )
+        schema = schema_with({IMAGES: has_images, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles})
     offsets = pa.array([0, *accumulate(map(len, map(_READ["token_ids"], samples)))], pa.int32())
     columns = []
     for field in schema:
         values = list(map(_READ[field.name], samples))
-        if field.name in sample_record.ARRAYS:
+        if field.name in ARRAYS:
             columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values)), type=field.type))
         else:
             try:
@@ -170,20 +178,20 @@ def keys_of(table: pa.Table) -> list[SampleKey]:
     return [*zip(*map(pa.ChunkedArray.to_pylist, columns), strict=True)]
 
 
-def _branches(sample: sample_record.RecordedSample) -> Any:
+def _branches(sample: RecordedSample) -> Any:
     return msgspec.to_builtins(sample.scored.branches)
 
 
-def _experts(sample: sample_record.RecordedSample) -> bytes | None:
+def _experts(sample: RecordedSample) -> bytes | None:
     experts_TX = sample.arrays.columns.get(COLUMN)
     return None if experts_TX is None else experts_TX.tobytes()
 
 
-def _masks(sample: sample_record.RecordedSample) -> bytes:
+def _masks(sample: RecordedSample) -> bytes:
     return sample.arrays.mask_lengths_T.tobytes() + sample.arrays.mask_words_W.tobytes()
 
 
-def _images(sample: sample_record.RecordedSample) -> list[dict[str, Any]]:
+def _images(sample: RecordedSample) -> list[dict[str, Any]]:
     digests = map(np.ndarray.tobytes, sample.arrays.image_digests_IX)
     grids = sample.arrays.image_grids_IX.tolist()
     counts = sample.arrays.num_images_S
@@ -194,43 +202,38 @@ def _images(sample: sample_record.RecordedSample) -> list[dict[str, Any]]:
     ]
 
 
-_READ: dict[str, Callable[[sample_record.RecordedSample], Any]] = {
+_READ: dict[str, Callable[[RecordedSample], Any]] = {
     name: attrgetter(
-        f"arrays.{sample_record.ARRAYS[name]}"
-        if name in sample_record.ARRAYS
+        f"arrays.{ARRAYS[name]}"
+        if name in ARRAYS
         else f"scored.{name}"
         if name in SampleScored.__struct_fields__
         else {"reference_answer": "answer"}.get(name, name)
     )
-    for name in (*sample_record.SCHEMA.names, sample_record.ROLES, sample_record.ROLE_REWARDS)
-} | {
-    "branches": _branches,
-    sample_record.EXPERTS: _experts,
-    sample_record.IMAGES: _images,
-    sample_record.SAMPLING_MASKS: _masks,
-}
+    for name in (*SCHEMA.names, ROLES, ROLE_REWARDS)
+} | {"branches": _branches, EXPERTS: _experts, IMAGES: _images, SAMPLING_MASKS: _masks}
 """Reads a column's value of a sample."""
 
 
 def _metadata(run_id: str) -> dict[bytes, bytes]:
-    return {sample_record.RUN_ID: run_id.encode(), sample_record.FORMAT_KEY: str(sample_record.FORMAT).encode()}
+    return {RUN_ID: run_id.encode(), FORMAT_KEY: str(FORMAT).encode()}
 
 
-def check_schema(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schema = sample_record.SCHEMA) -> None:
+def check_schema(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schema = SCHEMA) -> None:
     """Raise `SamplesError` unless a file is part of a rollout log, and of this run."""
     metadata = schema.metadata or {}
-    if sample_record.RUN_ID not in metadata or sample_record.FORMAT_KEY not in metadata:
+    if RUN_ID not in metadata or FORMAT_KEY not in metadata:
         raise SamplesError(f"{path} is not part of a rollout log")
     is_expected = schema.equals(expected)
-    if not is_expected and expected is sample_record.SCHEMA:
-        is_expected = schema.equals(sample_record.schema_with(dict.fromkeys(schema.names, True)))
-    if metadata[sample_record.FORMAT_KEY] != str(sample_record.FORMAT).encode() or not is_expected:
-        file_format = metadata[sample_record.FORMAT_KEY].decode(errors="replace")
+    if not is_expected and expected is SCHEMA:
+        is_expected = schema.equals(schema_with(dict.fromkeys(schema.names, True)))
+    if metadata[FORMAT_KEY] != str(FORMAT).encode() or not is_expected:
+        file_format = metadata[FORMAT_KEY].decode(errors="replace")
         raise SamplesError(
-            f"{path} has format {file_format} of the rollout log, this release reads format {sample_record.FORMAT}: "
-            "use the release that wrote it"
+            f"{path} has format {file_format} of the rollout log, this release reads format {FORMAT}: use the release "
+            "that wrote it"
         )
-    file_run_id = metadata[sample_record.RUN_ID].decode(errors="replace")
+    file_run_id = metadata[RUN_ID].decode(errors="replace")
     if run_id is not None and file_run_id != run_id:
         raise SamplesError(f"{path} is of the run {file_run_id}, not {run_id}")
 

@@ -53,7 +53,7 @@ class Hub:
         self._socket = make_router(self._context, key_pair, max_bytes)
         self._waker: Waker | None = None
         self._awaited: zmq.Socket[bytes] | zmq.Poller = self._socket
-        self._in_use = threading.Lock()
+        self._in_use = threading.RLock()
         """Held while a thread uses the socket, which is for one at a time."""
         self._gatekeeper = Gatekeeper(self._context, admitted, self._socket)
         try:
@@ -73,7 +73,13 @@ class Hub:
     def send(self, peer: HubPeer, frames: Frames) -> bool:
         """Send to one peer; return False if its connection is gone."""
         with self._in_use:
-            return self._send(peer, frames)
+            try:
+                self._socket.send_multipart([peer.identity, *frames], copy=False)
+            except zmq.ZMQError as error:
+                if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    return False
+                raise
+        return True
 
     def send_if_idle(self, peers: Iterable[HubPeer], frames: Frames) -> None:
         """Send to peers, unless the hub's own thread uses the socket or has closed it. For any thread."""
@@ -81,7 +87,7 @@ class Hub:
             return
         try:
             for peer in peers if not self._socket.closed else ():
-                self._send(peer, frames)
+                self.send(peer, frames)
         finally:
             self._in_use.release()
 
@@ -108,16 +114,6 @@ class Hub:
             for event_source in (self._socket, self._waker.fileno()):
                 poller.register(event_source, zmq.POLLIN)
         return self._waker.wake
-
-    def _send(self, peer: HubPeer, frames: Frames) -> bool:
-        """Send to one peer, as `send` does; the thread must hold the lock."""
-        try:
-            self._socket.send_multipart([peer.identity, *frames], copy=False)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
-            raise
-        return True
 
     def close(self) -> None:
         """Close the socket, giving sent messages a second to leave."""
