@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed, Problem, SampleScored
-from tandem.common.texts import read_last_lines, shorten, visible
+from tandem.common.texts import read_last_error, read_last_lines, shorten, visible
 from tandem.common.user_code import line
 from tandem.coordinator.processes.registry import _readable
 from tandem.rollout.environments.environment import Score
@@ -79,3 +79,19 @@ def test_a_failure_of_a_sample_cannot_be_long_on_the_wire() -> None:
     field = next(each for each in msgspec.structs.fields(SampleScored) if each.name == "failure")
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert("x" * 5_000_000, field.type)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("step 1\nerror: no room\nonce that is mended, continue with: ...\n", "error: no room"),
+        ("error: one\nerror: two\n2 problems\n", "error: two"),
+        ("step 1\nKilled\n\n", "Killed"),
+        ("\n", "it has printed nothing"),
+    ],
+)
+def test_the_error_of_a_command_is_what_it_printed_last_but_for_advice(
+    printed: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text(printed)
+    assert read_last_error(tmp_path / "log") == expected

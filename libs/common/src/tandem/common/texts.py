@@ -11,6 +11,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _MOST = 10_000
 _MOST_OF_TAIL = 4000
 _MOST_OF_LINE = 1000
+_TAIL_OF_ERRORS = 40
+"""Lines from the end within which a command's error is looked for."""
 
 
 def visible(text: str) -> str:
@@ -33,6 +35,13 @@ def read_last_lines(file: Path, count: int) -> list[str]:
         log.seek(0, os.SEEK_END)
         log.seek(max(0, log.tell() - _MOST_OF_TAIL))
         return read_last(log.read().decode(errors="replace"), count)
+
+
+def read_last_error(log: Path) -> str:
+    """Return the last error in what a command has printed, or else its last line. Raises `OSError`."""
+    lines = [line for line in read_last_lines(log, _TAIL_OF_ERRORS) if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]  # a line after it says how to continue
+    return (errors or lines or ["it has printed nothing"])[-1]
 
 
 def read_last(text: str, count: int) -> list[str]:

@@ -21,6 +21,7 @@ import msgspec
 
 from tandem.common import signals
 from tandem.common.errors import RunFolderError, TandemError
+from tandem.common.texts import read_last_error
 from tandem.coordinator.algorithms.left_out import SampleEdit, write_edits
 from tandem.coordinator.bisecting.troubles import Outcome, RunTrouble, shows
 from tandem.launch.child import KILLED_S
@@ -221,7 +222,7 @@ def _run_child(order: Path, output: Path, most_s: float) -> str:
         raise BisectionInterrupted
     if is_late:
         return f"it took longer than {most_s:g} s"
-    return "" if child.returncode == 0 else _last_line(output)
+    return "" if child.returncode == 0 else read_last_error(output).removeprefix("error: ")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -233,9 +234,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait(KILLED_S)
-
-
-def _last_line(output: Path) -> str:
-    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["it has printed nothing"])[-1].removeprefix("error: ")[:300]

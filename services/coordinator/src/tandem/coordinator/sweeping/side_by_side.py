@@ -19,6 +19,7 @@ from tandem.common import signals
 from tandem.common.errors import FAILED, INTERRUPTED, OK
 from tandem.common.memory import available_bytes
 from tandem.common.process_lifetime import list_descendants
+from tandem.common.texts import read_last_error
 from tandem.config import Config
 from tandem.config.threads import count_threads
 from tandem.coordinator.sweeping.checking import PlannedRun
@@ -136,7 +137,7 @@ class SideBySide:
             self._codes.append(code)
             run, row = started.run, read_run(started.run.folder).row
             self._has_pioneer |= row.state is not None
-            reason = "" if code in (OK, INTERRUPTED) else f"; exit code {code}: {_last_line(run.log)}"
+            reason = "" if code in (OK, INTERRUPTED) else f"; exit code {code}: {read_last_error(run.log)}"
             self._say(f"{run.combination.name}: {row.state or 'not begun'}, {describe_progress(row)}{reason}")
 
     def _pass_on(self, number: int) -> None:
@@ -156,8 +157,3 @@ def measure_memory(pid: int) -> int:
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.strip()), "it has printed nothing")
