@@ -20,8 +20,11 @@ def outlast_readers() -> Iterator[None]:
     """Have output within the block go nowhere once it has no reader, instead of raising an error.
 
     That is a pipe whose reader has ended (``| head``) and a terminal that has closed. What finds no room in a file
-    waits for the next output.
+    waits for the next output. Within another such block it changes nothing.
     """
+    if isinstance(sys.stdout, _LastingStream):
+        yield
+        return
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _LastingStream(stream)) for stream in streams)
     try:
