@@ -109,6 +109,16 @@ def evidence_of(*metrics: Metrics, config: Config | None = None, **over: Any) ->
     return RunEvidence(**fields | over)
 
 
+def evidence_of_run(run: RecordedRun) -> RunEvidence:
+    """Return the record of a real run."""
+    records = [StepRecord(step=step, version=step, metrics=m, seconds={"total": 1.0}) for step, m in run.steps.items()]
+    return evidence_of(
+        config=config_of(run.algorithm),
+        steps=tuple(record for record in records if record.step),
+        held_out=tuple(record for record in records if any(metric.startswith("val_") for metric in record.metrics)),
+    )
+
+
 def found_in(evidence: RunEvidence) -> dict[str, DiagnosisFinding]:
     found = [finding for check in CHECKS if (finding := check.find(evidence)) is not None]
     return {finding.name: finding for finding in found}

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from diagnosis_harness import RUNS, WELL, config_of, evidence_of, found_in
+from diagnosis_harness import RUNS, WELL, config_of, evidence_of, evidence_of_run, found_in
 
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.coordinator.algorithms.left_out import SampleEdit, read_edits, write_edits
@@ -74,12 +74,7 @@ def troubles_of(evidence: RunEvidence) -> list[RunTrouble]:
 @pytest.mark.parametrize("name", RUNS)
 def test_those_of_real_runs(name: str) -> None:
     run = RUNS[name]
-    records = [StepRecord(step=step, version=step, metrics=m, seconds={"total": 1.0}) for step, m in run.steps.items()]
-    evidence = evidence_of(
-        config=config_of(run.algorithm),
-        steps=tuple(record for record in records if record.step),
-        held_out=tuple(record for record in records if any(metric.startswith("val_") for metric in record.metrics)),
-    )
+    evidence = evidence_of_run(run)
     troubles = troubles_of(evidence)
     if not run.cause:
         assert troubles == [], "nothing is looked for in a healthy run"

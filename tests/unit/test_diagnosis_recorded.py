@@ -9,21 +9,15 @@ every fifth or twentieth step, and those that were validated.
 from __future__ import annotations
 
 import pytest
-from diagnosis_harness import RUNS, config_of, evidence_of, found_in
+from diagnosis_harness import RUNS, evidence_of_run, found_in
 
 from tandem.observe.diagnosis import _sort_findings
-from tandem.observe.run_folder.journal import StepRecord
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_cause_of_a_real_run_comes_first(name: str) -> None:
     run = RUNS[name]
-    records = [StepRecord(step=step, version=step, metrics=m, seconds={"total": 1.0}) for step, m in run.steps.items()]
-    evidence = evidence_of(
-        config=config_of(run.algorithm),
-        steps=tuple(record for record in records if record.step),
-        held_out=tuple(record for record in records if any(metric.startswith("val_") for metric in record.metrics)),
-    )
+    evidence = evidence_of_run(run)
     found = _sort_findings([*found_in(evidence).values()])
     if not run.cause:
         assert found == []
