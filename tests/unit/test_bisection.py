@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.coordinator.algorithms.left_out import SampleEdit, read_edits, write_edits
 from tandem.coordinator.bisecting.hypotheses import list_hypotheses
 from tandem.coordinator.bisecting.recorded_groups import SampleFacts, list_old, list_partitions, rewards_by_answers
+from tandem.coordinator.bisecting.search import RunBisection, TrialLimits
 from tandem.coordinator.bisecting.subsets import divide, reduce
-from tandem.coordinator.bisecting.trials import TrialRecord, TrialSpec, TrialTable
+from tandem.coordinator.bisecting.trials import BisectionInterrupted, TrialRecord, TrialSpec, TrialTable
 from tandem.coordinator.bisecting.troubles import RunTrouble, find_by_hand, find_troubles
 from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.diagnosis.evidence import RunEvidence
@@ -243,6 +245,19 @@ def test_a_table_outlives_a_torn_line_and_forgets_what_decided_nothing() -> None
     again.close()
     with pytest.raises(RunFolderError, match="is of the run id, which was there before: --restart"):
         TrialTable(Path("run-bisect"), "another")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_a_trial_ends_the_search_as_one_within_it_does(number: signal.Signals) -> None:
+    evidence = evidence_of_run(RUNS["responses of two tokens"])
+    limits = TrialLimits(most_trials=9, most_s=60.0, trial_s=60.0)
+    bisection = RunBisection(evidence, Path("trials"), limits, lambda text: signal.raise_signal(number))
+    try:
+        with pytest.raises(BisectionInterrupted):
+            bisection.search(troubles_of(evidence))
+    finally:
+        bisection.table.close()
+    assert not list(Path("trials/trials").rglob("output.txt")), "no trial has begun"
 
 
 def test_the_name_of_a_trial_is_what_it_does() -> None:

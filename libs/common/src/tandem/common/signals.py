@@ -138,7 +138,7 @@ def defer_signals() -> Iterator[None]:
     To block them would not do: then another thread takes them, and Python interrupts the main thread all the same.
     """
     deferred: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: deferred.append(number)) for number in _ENDING}
+    before = {number: signal.signal(number, lambda number, _: deferred.append(number)) for number in _list_heard()}
     try:
         yield
     finally:

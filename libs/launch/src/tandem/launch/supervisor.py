@@ -189,11 +189,15 @@ class Supervisor:
                 kept_pids = {name: pid for pid, name in self._kept.items()}
                 say(ours, InitialState(reason, kept_pids, tuple(self._replaced_at)))
                 owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
-                # In a group of its own: a signal from the terminal then reaches it once, through this process.
-                process = subprocess.Popen(
-                    [*self._program, *self._words, *start_words, *owner], process_group=0, pass_fds=[theirs.fileno()]
-                )
-            self._pid, self._within_s, self._silent_s, self._is_final = process.pid, self._start_s, None, False
+                with signals.defer_signals():  # then `_pass_on` knows of it
+                    # In a group of its own: a signal from the terminal then reaches it once, through this process.
+                    process = subprocess.Popen(
+                        [*self._program, *self._words, *start_words, *owner],
+                        process_group=0,
+                        pass_fds=[theirs.fileno()],
+                    )
+                    self._pid = process.pid
+            self._within_s, self._silent_s, self._is_final = self._start_s, None, False
             self._alive_by = time.monotonic() + self._start_s
             stalls = ThreadStalls()
             while process.pid not in self._ended:

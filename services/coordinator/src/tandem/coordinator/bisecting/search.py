@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from tandem.common import signals
 from tandem.common.errors import TandemError
 from tandem.coordinator.bisecting.hypotheses import CauseHypothesis, list_hypotheses
 from tandem.coordinator.bisecting.recorded_groups import (
@@ -90,13 +91,23 @@ class RunBisection:
         self._root = root
         self._limits = limits
         self._say = say
+        self._signals_heard: list[int] = []
         self._ends_at = time.monotonic() + limits.most_s
         self.table = TrialTable(root, evidence.run.run_id)
         self._keys: set[str] = set()
         """Names of the trials that this search has needed, done before or now."""
 
     def search(self, troubles: Sequence[RunTrouble]) -> BisectionEnd:
-        """Look for the cause of one trouble after another. Raises `BisectionInterrupted`."""
+        """Look for the cause of one trouble after another.
+
+        Raises:
+            BisectionInterrupted: a termination signal came, in a trial or before one.
+
+        """
+        with signals.hear_signals(self._signals_heard.append):
+            return self._search(troubles)
+
+    def _search(self, troubles: Sequence[RunTrouble]) -> BisectionEnd:
         reasons, fragile_names = [], set[str]()
         for trouble in troubles:
             if trouble.follows_from and trouble.follows_from not in fragile_names:
@@ -129,7 +140,7 @@ class RunBisection:
                 raise BudgetExhausted(f"{self._limits.most_s / 60:g} minutes are used up (--budget)")
             number = len(self.table.records) + 1
             longest = min(self._limits.trial_s, left_s)
-            record = carry_out(self._evidence.folder, self._root, number, spec, trouble, longest)
+            record = carry_out(self._evidence.folder, self._root, number, spec, trouble, longest, self._signals_heard)
             self.table.append(record)
         before = "" if is_new else ", done before"
         reason = f" ({record.reason})" if record.reason else ""

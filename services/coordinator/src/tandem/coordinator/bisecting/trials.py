@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from tandem.common import signals
 from tandem.common.errors import RunFolderError, TandemError
 from tandem.common.texts import read_last_error
 from tandem.coordinator.algorithms.left_out import SampleEdit, write_edits
@@ -147,8 +147,16 @@ class TrialTable:
             os.fsync(file.fileno())
 
 
-def carry_out(run: Path, root: Path, number: int, spec: TrialSpec, trouble: RunTrouble, most_s: float) -> TrialRecord:
-    """Carry out a trial within a time limit. Raises `BisectionInterrupted`."""
+def carry_out(
+    run: Path,
+    root: Path,
+    number: int,
+    spec: TrialSpec,
+    trouble: RunTrouble,
+    most_s: float,
+    signals_heard: Sequence[int],
+) -> TrialRecord:
+    """Carry out a trial within a time limit. Raises `BisectionInterrupted` once a termination signal was heard."""
     folder = root / FOLDER / str(number)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -157,7 +165,7 @@ def carry_out(run: Path, root: Path, number: int, spec: TrialSpec, trouble: RunT
     order = folder / "order.json"
     order.write_bytes(msgspec.json.encode(TrialOrder(run=str(run), spec=spec, folder=str(folder))))
     began = time.monotonic()
-    problem = _run_child(order, folder / "output.txt", most_s)
+    problem = _run_child(order, folder / "output.txt", most_s, signals_heard)
     outcome, reason, records = judge_folder(folder / "run", spec, trouble)
     if outcome == "undecided":
         reason = problem or reason
@@ -200,9 +208,10 @@ def judge_folder(folder: Path, spec: TrialSpec, trouble: RunTrouble) -> tuple[Ou
     return "undecided", f"it ended before step {last}", records
 
 
-def _run_child(order: Path, output: Path, most_s: float) -> str:
+def _run_child(order: Path, output: Path, most_s: float, signals_heard: Sequence[int]) -> str:
     """Run a trial in a process of its own; return why it did not end well. Raises `BisectionInterrupted`."""
-    signals_heard: list[int] = []
+    if signals_heard:
+        raise BisectionInterrupted
     deadline = time.monotonic() + most_s
     with output.open("wb") as file:
         # In a group of its own: a signal from the terminal then reaches it once, through this process.
@@ -213,11 +222,10 @@ def _run_child(order: Path, output: Path, most_s: float) -> str:
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-        with signals.hear_signals(signals_heard.append):
-            while child.poll() is None and not signals_heard and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
-            is_late = child.poll() is None and not signals_heard
-            _end(child)
+        while child.poll() is None and not signals_heard and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        is_late = child.poll() is None and not signals_heard
+        _end(child)
     if signals_heard:
         raise BisectionInterrupted
     if is_late:

@@ -118,12 +118,12 @@ class SideBySide:
         run.log.parent.mkdir(parents=True, exist_ok=True)
         owner = f"--supervised-by={os.getpid()}"  # the kernel ends it with this process
         words = [*_UP, self._path, *run.settings, "--supervise", owner, *begin]
-        with run.log.open("ab") as output:
+        with run.log.open("ab") as output, signals.defer_signals():  # then `_pass_on` knows of it
             # In a group of its own: a signal from the terminal then reaches it once, through this process.
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
             )
-        self._running.append(_Started(run, process, time.time()))
+            self._running.append(_Started(run, process, time.time()))
         number = self._num_before + self._num_started
         verb = "goes on" if run.progress == "begun" else "begins"
         self._say(f"{number}/{self._num_all} {name} {verb}; what it prints is in {run.log}")
