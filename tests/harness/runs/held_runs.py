@@ -6,39 +6,42 @@ import time
 from pathlib import Path
 
 from tandem.observe.run_folder.live import LiveEngine, read_live
+from tests.harness.runs.running import HOLDS, Command, wait_until
 
-HELD = """
-import contextlib
-import os
-import time
-from pathlib import Path
+HELD = f"""{HOLDS}
 from tandem.rollout.environments import Score
 
 class Held:
-    '''Scores nothing while the folder `hold` is there, and notes in it which engine waits; digits are worth something.
-
-    The folder `seen` keeps which engines have scored at all.
-    '''
+    '''Digits are worth something. The folder `seen` keeps which engines have scored at all.'''
 
     runs_in = "threads"
 
     def score(self, problem, response):
         Path("seen").mkdir(exist_ok=True)
         Path("seen", str(os.getpid())).touch()
-        while Path("hold").exists():
-            with contextlib.suppress(FileNotFoundError):
-                Path("hold", str(os.getpid())).touch()
-            time.sleep(0.02)
+        wait_while_held()
         share = sum(character.isdigit() for character in response) / (len(response) + 1)
         return Score(reward=share, correct=share > 0.5)
 """
-"""The module ``held``, for the working directory of a run."""
 ENVIRONMENT = {"env": {"held": {"class": "held.Held", "timeout_s": 600.0}}}
 
 
-def hold() -> None:
-    """Have everything wait that is generated from now on."""
-    Path("hold").mkdir()
+def hold(at: int | None = None) -> None:
+    """Have everything wait that is generated from now on, or from the score of this number on, which is counted from 1.
+
+    A test that does something to a run at a step says beforehand where it waits, a score or more after that step: it
+    may be stalled for longer than the run needs to its end. Those of validations count, too.
+    """
+    if at is None:
+        Path("hold").mkdir()
+    else:
+        Path("holds", str(at)).mkdir(parents=True)
+
+
+def await_hold(run: Command, pattern: str) -> None:
+    """Wait until a run has said what matches, and waits, as it was told beforehand."""
+    run.wait_for(pattern)
+    wait_until(Path("hold").exists, lambda: f"it to wait:\n{run.output()}", died=lambda: run.process.poll() is not None)
 
 
 def go_on() -> None:
