@@ -95,15 +95,16 @@ import time
 from pathlib import Path
 
 def wait_while_held():
-    '''Wait while there is the folder `hold`, noting in it which process waits; a test may have it begin at a score.'''
+    '''Wait while there is the folder `hold`, and note in it who waits; a score's number or a process may bring it.'''
     if Path("holds").exists():
         with open("holds/scores", "ab", buffering=0) as scores:
             scores.write(b".")
             number = scores.tell()  # which no other process gets
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(f"holds/{number}", "hold")
+        for cause in (number, f"of_{os.getpid()}"):
+            with contextlib.suppress(OSError):  # it is no cause, or all are waiting already
+                os.rename(f"holds/{cause}", "hold")
     while Path("hold").exists():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             Path("hold", str(os.getpid())).touch()
         time.sleep(0.02)
 """
