@@ -33,7 +33,7 @@ from tests.harness.runs import consoles
 TIMEOUT_S, _DEADLINE_S = 500.0, 300.0
 """Longest times of a command, and of what a run waits for: machines may have much else to do."""
 _STALL_S = float(os.environ.get("TANDEM_TEST_STALL_S", "0"))
-"""Seconds that a test then takes to see what a command has printed, as on a machine that has stalled it."""
+"""Seconds that a test then takes to see what it has waited for, as on a machine that has stalled it."""
 BIN = Path(sys.executable).parent
 _TICK_S = 0.05
 _PROCESSES = "tests.harness.processes."
@@ -272,7 +272,6 @@ class Command:
             return bool(found)
 
         wait_until(look, lambda: f"{pattern!r} in:\n{self.output()}", died=lambda: self.process.poll() is not None)
-        time.sleep(_STALL_S)
         return found[0]
 
     def wait(self) -> int:
@@ -327,6 +326,7 @@ def wait_until(
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout_s:g} s for {what()}")
         time.sleep(0.05)
+    time.sleep(_STALL_S)
 
 
 class Awake:
