@@ -55,7 +55,7 @@ def run(members: dict[str, Remote], made: TransferPlan, version: int) -> None:
 def carried(namespace: str) -> int:
     """Return the bytes that came out of the cable at one end."""
     command = ["ip", "netns", "exec", namespace, "cat", "/sys/class/net/cable/statistics/rx_bytes"]
-    return int(subprocess.run(command, check=True, capture_output=True, timeout=20).stdout)
+    return int(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
 
 
 def test_replicas_on_another_host_get_each_byte_over_the_cable_once(hosts: dict[str, str], tmp_path: Path) -> None:
