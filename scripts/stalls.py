@@ -1,8 +1,8 @@
 """Run a command while its processes stall at random, one after another, as they do on a machine with too much to do.
 
 ``python scripts/stalls.py python -m tests.suites unit -n 3`` shows which tests take a pause of a second for a failure.
-A stall is a move to a frozen cgroup, which no process notices: no signal is sent, and no parent is told. It needs Linux
-with cgroup v2, and root.
+``--longest-s 3`` before the command has them last for longer. A stall is a move to a frozen cgroup, which no process
+notices: no signal is sent, and no parent is told. It needs Linux with cgroup v2, and root.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _GONE_S = 10.0
 class Stalls:
     """Two cgroups: one of processes that run, and a frozen one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, longest_s: float = _LONGEST_S) -> None:
         """Make both cgroups within a new one, `folder`."""
+        self._longest_s = longest_s
         self._folder, self._running, self._frozen = folder, folder / "running", folder / "frozen"
         for each in (self._folder, self._running, self._frozen):
             each.mkdir()
@@ -72,7 +73,7 @@ class Stalls:
                 pid = random.choice(pids)
                 self._stalled.add(pid)
                 if _move(pid, self._frozen):
-                    time.sleep(random.uniform(_SHORTEST_S, _LONGEST_S))
+                    time.sleep(random.uniform(_SHORTEST_S, self._longest_s))
                     self.count += _move(pid, self._running)
                 self._stalled.discard(pid)
             self._ends.wait(random.uniform(0.0, 2 * _PAUSE_S / max(1, len(pids))))
@@ -125,19 +126,21 @@ def _may_be_changed(root: Path) -> bool:
 def main(argv: list[str]) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--longest-s", type=float, default=_LONGEST_S, help="longest stall, in seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, with its arguments")
-    command = parser.parse_args(argv).command
+    arguments = parser.parse_args(argv)
+    command = arguments.command
     if not command:
         parser.error("a command is missing")
     if (root := root_of_cgroups()) is None:
         parser.error("cgroup v2 is not mounted here, or may not be changed by this user")
-    stalls = Stalls(root / f"stalls-{os.getpid()}")
+    stalls = Stalls(root / f"stalls-{os.getpid()}", arguments.longest_s)
     try:
         with stalls.going_on():
             code = subprocess.run(command, preexec_fn=stalls.join, check=False).returncode
     finally:
         stalls.close()
-    print(f"{stalls.count} stalls of {_SHORTEST_S} to {_LONGEST_S} s")
+    print(f"{stalls.count} stalls of {_SHORTEST_S} to {arguments.longest_s} s")
     return code
 
 

@@ -19,8 +19,8 @@ from tandem.launch.admission import HeartbeatSettings
 from tests.harness.disk_waits import wait_as_for_disk
 from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
-PULSE = HeartbeatSettings(interval_s=0.1, timeout_s=1.0)
-STALL_S = 3.0
+PULSE = HeartbeatSettings(interval_s=0.1, timeout_s=3.0)
+STALL_S = 6.0
 WAIT_S = 120.0
 CHILD = f"""
 import sys, time

@@ -2,48 +2,86 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
 from pathlib import Path
+from typing import Protocol
 
 from tandem.observe.run_folder.live import LiveEngine, read_live
+from tests.harness.runs.running import HOLDS, Command, wait_until
 
-HELD = """
-import contextlib
-import os
-import time
-from pathlib import Path
+HELD = f"""{HOLDS}
 from tandem.rollout.environments import Score
 
 class Held:
-    '''Scores nothing while the folder `hold` is there, and notes in it which engine waits; digits are worth something.
-
-    The folder `seen` keeps which engines have scored at all.
-    '''
+    '''Digits are worth something.'''
 
     runs_in = "threads"
 
     def score(self, problem, response):
-        Path("seen").mkdir(exist_ok=True)
-        Path("seen", str(os.getpid())).touch()
-        while Path("hold").exists():
-            with contextlib.suppress(FileNotFoundError):
-                Path("hold", str(os.getpid())).touch()
-            time.sleep(0.02)
+        wait_while_held()
         share = sum(character.isdigit() for character in response) / (len(response) + 1)
         return Score(reward=share, correct=share > 0.5)
 """
-"""The module ``held``, for the working directory of a run."""
 ENVIRONMENT = {"env": {"held": {"class": "held.Held", "timeout_s": 600.0}}}
 
 
-def hold() -> None:
-    """Have everything wait that is generated from now on."""
-    Path("hold").mkdir()
+class Engine(Protocol):
+    """The process of one."""
+
+    @property
+    def pid(self) -> int: ...
+
+
+def hold(at: int | None = None, folder: Path = Path()) -> None:
+    """Have everything wait that is scored from now on, or from the score of this number on, which is counted from 1.
+
+    A test that does something to a run at a step says beforehand where it waits, a score or more after that step: it
+    may be stalled for longer than the run needs to its end. Those of validations count, too.
+    """
+    place = "hold" if at is None else f"holds/{at}"
+    (folder / place).mkdir(parents=True)
+
+
+def await_hold(run: Command, pattern: str) -> re.Match[str]:
+    """Wait until a run has said what matches, and waits, as it was told beforehand; return what it has said."""
+    said = run.wait_for(pattern)
+    wait_until(Path("hold").exists, lambda: f"it to wait:\n{run.output()}", died=lambda: run.process.poll() is not None)
+    return said
 
 
 def go_on() -> None:
     """Have it go on."""
     Path("hold").rename(f"held-{time.monotonic_ns()}")
+
+
+def is_held(engine: Engine) -> bool:
+    """Tell whether an engine that scores in its threads has a sample that waits, so that its group cannot be done."""
+    return Path("hold", str(engine.pid)).exists()
+
+
+def go_on_until_held(engine: Engine) -> None:
+    """Have a run go on until an engine that scores in its threads has something to score, and all waits again."""
+    cause = Path("holds", f"of_{engine.pid}")
+    cause.mkdir(parents=True)
+    if Path("hold").exists():
+        go_on()
+    wait_until(lambda: is_held(engine), lambda: f"{engine.pid} to score: {engines()}")
+    with contextlib.suppress(FileNotFoundError):
+        cause.rmdir()  # where something else was the cause
+
+
+def go_on_until(run: Command, pattern: str, engine: Engine) -> None:
+    """Have a run go on until it has said what matches, and all waits with something that an engine has to score."""
+
+    def is_said() -> bool:
+        return re.search(pattern, run.output()) is not None
+
+    while not is_said():
+        go_on_until_held(engine)
+        with contextlib.suppress(AssertionError):  # it could not be said while the others wait
+            wait_until(is_said, run.output, died=lambda: run.process.poll() is not None, timeout_s=3.0)
 
 
 def engines() -> dict[str, LiveEngine]:

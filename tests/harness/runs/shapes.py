@@ -12,7 +12,7 @@ SHAPES: dict[str, Any] = {
     "grpo": {"max_num_steps": 4, "max_val_samples": 8},
     "policy": {"model_name": "sees", "new_model": None, "max_total_sequence_length": 64},
     "data": {"dataset_name": "shapes", "task_params": {"size": 32}, "num_train": 64, "num_validation": 16},
-    "env": {"digits": {"class": "digits.Digits"}},
+    "env": {"digits": {"class": "digits.Digits", "timeout_s": 300.0}},
 }
 
 

@@ -11,10 +11,12 @@ import signal
 import struct
 import termios
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.harness.runs import consoles
+from tests.harness.runs.held_runs import go_on, hold
 from tests.harness.runs.record_harness import TWO
 from tests.harness.runs.running import TIMEOUT_S, merged, write_config
 from tests.harness.runs.terminal import Terminal
@@ -33,6 +35,8 @@ def test_step_lines_stay_on_a_terminal_and_resizing_it_leaves_no_ghosts(monkeypa
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     config = write_config(merged(TWO, {"grpo": {"max_num_steps": STEPS}}))
+    for step in SIZES:
+        hold(16 * step + 1)
     ours, theirs = pty.openpty()
     terminal = Terminal(110, 40, reflows=True)
     set_size(theirs, 110, 40)
@@ -50,11 +54,12 @@ def test_step_lines_stay_on_a_terminal_and_resizing_it_leaves_no_ghosts(monkeypa
             text = "\n".join(terminal.lines)
             seen_display |= "last seen" in text
             for step, size in [*pending.items()]:
-                if f"step {step}/{STEPS}  reward" in text and "last seen" in text:
+                if f"step {step}/{STEPS}  reward" in text and "last seen" in text and Path("hold").exists():
                     process.send_signal(signal.SIGSTOP)  # between two pictures
                     terminal.resize(*size)
                     set_size(ours, *size)
                     process.send_signal(signal.SIGCONT)
+                    go_on()
                     del pending[step]
         assert process.wait(TIMEOUT_S) == 0, terminal.lines
     finally:

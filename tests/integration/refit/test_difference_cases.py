@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tandem.observe.run_folder.journal import RefitRecord
 from tests.harness.runs import hosts_harness
 from tests.harness.runs.by_hand import MEGATRON_TP2, assert_same_metrics, assert_same_results, in_folder, refits_of
-from tests.harness.runs.held_runs import ENVIRONMENT, HELD, engines, go_on, hold, version_of
+from tests.harness.runs.held_runs import ENVIRONMENT, HELD, await_hold, engines, go_on, go_on_until, hold, version_of
 from tests.harness.runs.hosts_harness import on_two_hosts
 from tests.harness.runs.running import Command, merged, steps_of, wait_until
 from tests.harness.trainers.trainer_harness import make_model
@@ -114,14 +114,6 @@ def of_link(refits: list[RefitRecord], link: str) -> dict[int, int]:
     return {refit.version: refit.num_bytes[link] for refit in refits if link in refit.num_bytes}
 
 
-def told_to_leave(engine: Command, name: str, run: Command) -> None:
-    """Have an engine be told to leave before the run can end."""
-    hold()
-    engine.signal(signal.SIGTERM)
-    run.wait_for(f"{name} was told to leave")
-    go_on()
-
-
 def test_engines_that_join_and_come_back_are_sent_whole_weights_first(
     other_host: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -129,20 +121,24 @@ def test_engines_that_join_and_come_back_are_sent_whole_weights_first(
     for name in ("off", "auto"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "held.py").write_text(HELD)
+    for step in (2, 5):
+        hold(16 * step + 1, tmp_path / "auto")
     config = merged(SETTINGS, ELASTIC)
     with in_folder(tmp_path / "off"), on_two_hosts(config, other_host) as (run, _, _):
         assert run.wait() == 0, run.output()
     with in_folder(tmp_path / "auto"), on_two_hosts(merged(config, AUTO), other_host) as (run, started, words):
-        run.wait_for("step +2/")
-        hold()
+        await_hold(run, "step +2/")
         with Command("rollout", *words[len(other_host) + 1 :]) as joining:
             run.wait_for("rollout-1 joins the run")
             wait_until(lambda: version_of("rollout-1") >= 2, lambda: f"it to be refitted: {engines()}")
             go_on()
-            run.wait_for("step +5/")
-            told_to_leave(joining, "rollout-1", run)
-            run.wait_for("rollout-1 leaves the run: it was told to")
-            told_to_leave(started[0], "rollout-0", run)
+            await_hold(run, "step +5/")
+            joining.signal(signal.SIGTERM)
+            run.wait_for("rollout-1 was told to leave")
+            go_on_until(run, "rollout-1 leaves the run: it was told to", started[0].process)
+            started[0].signal(signal.SIGTERM)
+            run.wait_for("rollout-0 was told to leave")
+            go_on()
             assert joining.wait() == 0, joining.output()
         run.wait_for("rollout-0 leaves the run: it was told to; the run waits for another")
         assert started[0].wait() == 0, started[0].output()

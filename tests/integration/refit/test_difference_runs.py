@@ -11,6 +11,7 @@ import pytest
 from tests.harness.processes import damaged_rollout
 from tests.harness.runs import hosts_harness
 from tests.harness.runs.by_hand import assert_same_results, in_folder, last_weights, refits_of, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.hosts_harness import CONFIG, on_two_hosts
 from tests.harness.runs.running import Command, merged, process_of
 
@@ -105,11 +106,13 @@ def test_trainers_and_engines_that_are_killed_are_replaced(
     over: dict[str, Any], other_host: tuple[str, ...], streamed: Path
 ) -> None:
     """The engine dies in a refit; the trainer, later, is started again from a checkpoint."""
+    hold(at=81)  # beside four steps, of what the engine may have had
     with on_two_hosts(merged(DIFFERENCES, over), other_host, damages=["2:dies"]) as (run, engines, words):
         run.wait_for(r"rollout-0 is lost: .*; start another: rollout --coordinator")
         with Command(*words) as another:
-            run.wait_for(f"step 4/{NUM_STEPS}")
+            await_hold(run, f"step 4/{NUM_STEPS}")
             process_of(run, "trainer").kill()
+            go_on()
             assert run.wait() == 0, run.output()
             assert another.wait() == 0
         assert engines[0].wait() != 0

@@ -33,6 +33,8 @@ from tests.harness.rendezvous import Rendezvous
 
 SHAPES: Shapes = {"embed": (1500, 1000), "down": (600, 2000), "norm": (1500,), "experts": (4, 300, 100)}
 SHARE = 0.01
+DEADLINE_S = 120.0
+"""Of what does not fail: a machine may have much else to do."""
 EXPERTS = {
     "model_type": "qwen3_moe",
     "hidden_size": 256,
@@ -78,7 +80,7 @@ class Scene:
         for other in self.others.values():
             assert other.reply() == {}
 
-    def tell(self, version: int, only: list[str] | None = None, deadline_s: float = 20.0) -> None:
+    def tell(self, version: int, only: list[str] | None = None, deadline_s: float = DEADLINE_S) -> None:
         """Write a version at the trainers, and have the others begin their part."""
         ends = {name: self.others[name] for name in self.others if only is None or name in only or "trainer" in name}
         for name, other in ends.items():
@@ -98,7 +100,7 @@ class Scene:
         takes_part = only is None or self.own.name in only or "trainer" in self.own.name
         counted: dict[str, dict[str, int]] = {}
         if takes_part:
-            counted[self.own.name] = self.own.bound.run(20.0, only)
+            counted[self.own.name] = self.own.bound.run(DEADLINE_S, only)
         for name, other in self.others.items():
             if only is None or name in only or "trainer" in name:
                 reply = other.reply()
@@ -244,7 +246,7 @@ def test_a_trainer_that_is_replaced_in_the_middle_sends_a_whole_version(rendezvo
         trainer.ask("die_after", num_messages=12)
         scene.tell(2)
         with pytest.raises(RefitError, match=r"rollout-0 failed while receiving \w+ from trainer-0"):
-            scene.own.bound.run(20.0)
+            scene.own.bound.run(DEADLINE_S)
         assert not torch.equal(before, scene.own.storages["everything"]), "it is partial"
     with remotes(tmp_path, ["trainer-0"]) as scene.others:
         scene.connect(rendezvous.port, epoch=1)
@@ -266,7 +268,7 @@ def test_an_engine_that_is_killed_in_the_middle_costs_the_others_nothing(
         scene.others["rollout-1"].ask("die_after", num_messages=12)
         scene.tell(2)
         with pytest.raises(RefitError, match=r"trainer-0 failed while sending \w+ to rollout-1") as failure:
-            scene.own.bound.run(20.0)
+            scene.own.bound.run(DEADLINE_S)
         assert "rollout-0" not in str(failure.value)
         assert is_small(scene.others["rollout-0"].reply()["counted"]["trainer-0>rollout-0"], whole)
         assert scene.differing("rollout-0", 2) == []
@@ -285,8 +287,8 @@ def test_a_message_that_is_lost_costs_the_deadline_and_a_whole_version(rendezvou
         scene.tell(2, deadline_s=1.0)
         started = time.monotonic()
         with pytest.raises(RefitError, match="trainer-0 failed while sending"):
-            scene.own.bound.run(20.0)
-        assert time.monotonic() - started < 19
+            scene.own.bound.run(DEADLINE_S)
+        assert time.monotonic() - started < DEADLINE_S - 1
         assert "rollout-0 failed while receiving" in scene.others["rollout-0"].reply()["error"]
         scene.connect(rendezvous.port, epoch=1)
         assert scene.run(2) == {"rollout-0": whole}
@@ -304,7 +306,7 @@ def test_a_flipped_bit_is_gone_after_a_whole_version(rendezvous: Rendezvous, tmp
         assert scene.run(1) == {"rollout-0": whole}
         scene.others["rollout-0"].ask("damage")
         scene.tell(2)
-        scene.own.bound.run(20.0)
+        scene.own.bound.run(DEADLINE_S)
         assert scene.others["rollout-0"].reply()["counted"]
         assert scene.differing("rollout-0", 2) == ["embed"]
         scene.own.bound.distrust(["rollout-1"])
@@ -337,7 +339,7 @@ def test_a_header_that_cannot_be_is_refused(
         scene.others["trainer-0"].ask("forge_header", **{field: value})
         scene.tell(2)
         with pytest.raises(RefitError, match=why):
-            scene.own.bound.run(20.0)
+            scene.own.bound.run(DEADLINE_S)
         assert "trainer-0 failed while sending" in scene.others["trainer-0"].reply()["error"]
         scene.connect(rendezvous.port, epoch=1)
         assert scene.run(3) == {"rollout-0": scene.whole("rollout-0")}

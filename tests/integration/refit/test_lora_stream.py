@@ -62,8 +62,8 @@ class Scene:
         for rank in range(2):
             self.others[f"trainer-{rank}"].ask("write", version=version)
         for other in self.others.values():
-            other.tell("run", deadline_s=20.0, only=only, joining_engines=joining_engines)
-        counted = self.own.bound.run(20.0, only, joining_engines)
+            other.tell("run", deadline_s=120.0, only=only, joining_engines=joining_engines)
+        counted = self.own.bound.run(120.0, only, joining_engines)
         replies: dict[str, Any] = {name: other.reply() for name, other in self.others.items()}
         assert all("error" not in reply for reply in replies.values()), replies
         counted = {link: count for link, count in counted.items() if link.endswith(">rollout-0")}

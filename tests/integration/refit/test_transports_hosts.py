@@ -44,7 +44,7 @@ def run(members: dict[str, Remote], made: TransferPlan, version: int) -> None:
         if name.startswith("trainer"):
             member.ask("write", version=version)
     for member in members.values():
-        member.tell("run", deadline_s=30.0)
+        member.tell("run", deadline_s=120.0)
     for name, member in members.items():
         assert member.reply()["counted"] == planned(made, name)
     for name, member in members.items():
@@ -55,7 +55,7 @@ def run(members: dict[str, Remote], made: TransferPlan, version: int) -> None:
 def carried(namespace: str) -> int:
     """Return the bytes that came out of the cable at one end."""
     command = ["ip", "netns", "exec", namespace, "cat", "/sys/class/net/cable/statistics/rx_bytes"]
-    return int(subprocess.run(command, check=True, capture_output=True, timeout=20).stdout)
+    return int(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
 
 
 def test_replicas_on_another_host_get_each_byte_over_the_cable_once(hosts: dict[str, str], tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_host_that_is_cut_off_is_named_when_the_deadline_passes(hosts: dict[st
             member.tell("run", deadline_s=2.0)
         told = {name: member.reply()["error"] for name, member in members.items()}
         assert time.monotonic() - started > 1.5
-        assert awake.seconds() < 8
+        assert awake.seconds() < 30
         assert "trainer-0 failed while sending" in told["trainer-0"]
         assert "to rollout-0" in told["trainer-0"]
         assert "rollout-0 failed while receiving" in told["rollout-0"]
@@ -100,8 +100,8 @@ def test_a_host_that_is_cut_off_is_noticed_long_before_the_deadline_over_tcp(
         ip("-n", hosts["engines"], "link", "set", "cable", "down")
         awake = Awake()
         for member in members.values():
-            member.tell("run", deadline_s=50.0)
+            member.tell("run", deadline_s=200.0)
         told = {name: member.reply()["error"] for name, member in members.items()}
-        assert awake.seconds() < 20
+        assert awake.seconds() < 60
         assert "rollout-0 has closed its connection" in told["trainer-0"]
         assert "trainer-0 has closed its connection" in told["rollout-0"]

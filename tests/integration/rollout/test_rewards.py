@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,11 +113,9 @@ class Judge:
 
 
 def test_a_run_goes_on_where_the_environment_sleeps_for_ever() -> None:
-    began = time.monotonic()
     ended = coordinator("up", own(SLEEPS, timeout_s=0.3, on_error="zero", num_workers=2, max_failures=None))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(steps_of()) == 3
-    assert time.monotonic() - began < 120
 
 
 WAITS = """

@@ -16,6 +16,7 @@ from tandem.observe.run_folder.found_models import models_in
 from tandem.observe.run_folder.journal import LATE_METRICS, read_journal
 from tandem.observe.run_folder.journal_file import LOCK_NAME
 from tests.harness.runs.by_hand import in_folder, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     Command,
     all_gone,
@@ -122,6 +123,7 @@ def await_follower(run: Command, former: psutil.Process | None = None) -> psutil
 def test_a_killed_evaluation_and_a_killed_coordinator_lose_nothing(
     validated: dict[int, dict[str, float]], tmp_path: Path
 ) -> None:
+    hold(33, tmp_path)  # a step's, or an evaluation's
     with in_folder(tmp_path), Command("coordinator", "up", write_config(DURING), "--supervise") as run:
         first = await_follower(run)
         first.kill()
@@ -129,10 +131,11 @@ def test_a_killed_evaluation_and_a_killed_coordinator_lose_nothing(
         second.suspend()
         run.wait_for("the evaluation of checkpoints was killed by SIGKILL; it is started again")
         wait_until(lambda: second.status() != psutil.STATUS_STOPPED, run.output)
-        run.wait_for(f"step {PERIOD}/{STEPS}")
+        await_hold(run, f"step {PERIOD}/{STEPS}")
         everything = run.children()
         lock = Path("run", LOCK_NAME).read_text()
         psutil.Process(int(re.findall(r"process (\d+)", lock)[0])).kill()
+        go_on()
         await_follower(run, second)
         assert run.wait() == 0, run.output()
         assert_evaluated(validated)
@@ -145,9 +148,11 @@ def test_a_checkpoint_that_cannot_be_evaluated_is_said_and_tried_again(
     place, kept = Path(f"run/evaluation/step_{PERIOD}"), {"checkpointing": {"keep_top_k": None}}
     with in_folder(tmp_path):
         config = write_config(merged(DURING, kept))
+        hold()
         with Command("coordinator", "up", config) as run:
             wait_until(place.parent.is_dir, run.output)
             place.write_text("in the way")
+            go_on()
             assert run.wait() == 0, run.output()
             assert f"step {PERIOD}: the checkpoint could not be evaluated: " in run.output()
         failed = read_evaluation(Path("run"), PERIOD)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness.runs.by_hand import MEGATRON_TP2
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     Command,
     coordinator,
@@ -79,9 +80,11 @@ def test_the_base_moves_once_and_adapters_with_every_version(whole: Path) -> Non
 
 def test_an_engine_that_is_killed_is_replaced_and_the_run_ends_with_the_same_bits(whole: Path) -> None:
     make_model(Path("base"))
+    hold(at=33)
     with Command("coordinator", "up", write_config(SETTINGS)) as run:
-        run.wait_for("step 2/")
+        await_hold(run, "step 2/")
         process_of(run, "rollout").kill()
+        go_on()
         assert run.wait() == 0, run.output()
     assert "another is launched in its place" in run.output()
     assert_same(Path("run"), whole)

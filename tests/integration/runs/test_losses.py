@@ -13,6 +13,7 @@ from tests.harness import leaks
 from tests.harness.processes.killing_rollout import kill_file, processes_at
 from tests.harness.runs.by_hand import assert_same_results, refits_of, undisturbed_run
 from tests.harness.runs.harried import LAUNCHED, RUN, coordinator_of, harried
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.record_harness import assert_recorded, record_of
 from tests.harness.runs.running import (
     Command,
@@ -77,16 +78,20 @@ def test_trainers_may_die_at_any_moment(undisturbed: Path) -> None:
 def test_launched_engines_outlive_coordinators_that_are_killed_or_hang(undisturbed: Path) -> None:
     """The first is killed, and an engine with it; the second is stopped. Who lives is the same process to the end."""
     before, config = leaks.segments(), write_config(merged(RUN, merged(LAUNCHED, {"cluster": SILENT})))
+    for score in (33, 121):  # of eight steps and two validations; what is lost with an engine is scored again
+        hold(score)
     with Command("coordinator", "up", config, "--supervise") as run:
-        run.wait_for("step 2/8")
+        await_hold(run, "step 2/8")
         (refit,), (kept, killed) = processes_of(run, "refit"), processes_of(run, "rollout")
         trainers = {process.pid for process in processes_of(run, "trainer")}
         coordinator_of(run).kill()
         killed.kill()
-        run.wait_for(r"the coordinator was killed by SIGKILL; it is started again(.|\n)*step 4/8")
+        go_on()
+        await_hold(run, r"the coordinator was killed by SIGKILL; it is started again(.|\n)*step 4/8")
         assert trainers.isdisjoint({process.pid for process in processes_of(run, "trainer")})
         stopped = coordinator_of(run)
         stopped.suspend()
+        go_on()
         run.wait_for(r"the coordinator was killed: no sign of life for \d+ s; it is started again")
         run.wait_for(r"coordinator is lost: no sign of life for \d+ s; another goes on with the run, and expects")
         assert not stopped.is_running(), "it cannot come back"

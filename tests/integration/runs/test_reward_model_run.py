@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem.observe.run_folder.journal import read_journal
+from tests.harness.processes.slow_trainer import training_file
 from tests.harness.reward_models import plain_reward, write_reward_model
 from tests.harness.runs.by_hand import assert_same_metrics
 from tests.harness.runs.record_harness import record_of
 from tests.harness.runs.running import (
     SUMS,
-    Command,
     coordinator,
     copy_examples,
     merged,
@@ -28,6 +28,7 @@ from tests.harness.runs.running import (
     weights_of,
     write_config,
 )
+from tests.harness.runs.slow_disks import BY_HAND, run_with_slow_disk
 
 SCORED: dict[str, Any] = {
     "grpo": {"max_num_steps": 4},
@@ -74,19 +75,22 @@ def test_rewards_are_those_of_plain_transformers(whole: Path) -> None:
 
 def test_a_run_whose_reward_model_is_killed_and_that_is_resumed_is_the_same_to_the_bit(whole: Path) -> None:
     shutil.copytree(whole / "classifier", "classifier")
-    config = write_config(SCORED)
-    with Command("coordinator", "up", config, "cluster.deadlines.generate_s=200") as run:
+    config = write_config(merged(merged(SCORED, BY_HAND), {"cluster": {"deadlines": {"generate_s": 200.0}}}))
+    for step in (2, 4):
+        training_file(step).touch()
+    with run_with_slow_disk(config) as (run, _):
         run.wait_for(r"step 1\b")
         rollout = processes_of(run, "rollout")[0]
         wait_until(lambda: bool(find_scores(rollout)), run.output)
         (scores,) = find_scores(rollout)
         scores.kill()
+        training_file(2).unlink()
         wait_until(lambda: last_step() >= 3, run.output, died=lambda: run.process.poll() is not None)
         below = rollout.children(recursive=True)
         run.process.kill()
         run.process.wait(60)
         assert not psutil.wait_procs(below, timeout=30)[1], "nothing is left behind"
-    resumed = coordinator("up", config, "--resume")
+    resumed = coordinator("up", write_config(SCORED), "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     pairs = zip(steps_of("run"), steps_of(whole / "run"), strict=True)
     for ours, theirs in pairs:

@@ -14,6 +14,7 @@ from tandem.observe.samples import trainer_logprobs
 from tandem.samples.batch import MASKS, SampleBatch
 from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.by_hand import MEGATRON_TP2
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     Command,
     coordinator,
@@ -94,10 +95,13 @@ def test_log_probabilities_are_the_engines_and_transformers_and_a_replay_has_the
 def test_a_run_whose_engine_and_trainer_are_killed_has_the_same_masks_and_weights() -> None:
     config = write_config(merged(merged(CUT, TRAINERS["dtensor-tp2"]), {"grpo": {"max_num_steps": 16}}))
     assert coordinator("up", config, "logger.log_dir=whole").returncode == 0
+    for score in (33, 81):  # of what the killed engine had some is scored again
+        hold(score)
     with Command("coordinator", "up", config) as run:
         for after, kind in ((2, "rollout"), (4, "trainer")):
-            run.wait_for(f"step {after}/16")
+            await_hold(run, f"step {after}/16")
             process_of(run, kind).kill()
+            go_on()
         assert run.wait() == 0, run.output()
         assert run.output().count(" is lost: killed by SIGKILL") == 2
     assert weights_of("run/checkpoints/step_16") == weights_of("whole/checkpoints/step_16")

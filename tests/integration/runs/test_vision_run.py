@@ -13,6 +13,7 @@ from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.by_hand import assert_same_results
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import Command, coordinator, deterministic, process_of, steps_of, write_config
 from tests.harness.runs.shapes import SHAPES, write_shapes
 
@@ -96,11 +97,15 @@ def test_checkpoints_are_evaluated_on_pictures(whole: Path, monkeypatch: pytest.
 
 
 def test_kill_9_of_a_trainer_and_of_an_engine_changes_nothing_but_the_time_it_takes(longer: Path) -> None:
+    for score in (17, 73):  # what the killed engine had is scored again, and there are validations
+        hold(score)
     with Command("coordinator", "up", write_shapes(), *LONGER) as run:
-        run.wait_for("step 1/20")
+        await_hold(run, "step 1/20")
         process_of(run, "rollout").kill()
-        run.wait_for("step 3/20")
+        go_on()
+        await_hold(run, "step 3/20")
         process_of(run, "trainer", 1).kill()
+        go_on()
         assert run.wait() == 0, run.output()
     assert_same_results("run", longer)
 
@@ -108,10 +113,12 @@ def test_kill_9_of_a_trainer_and_of_an_engine_changes_nothing_but_the_time_it_ta
 def test_a_resumed_run_equals_an_uninterrupted_one(longer: Path) -> None:
     """It is killed between two checkpoints."""
     config = write_shapes()
+    hold(at=217)
     with Command("coordinator", "up", config, *LONGER) as run:
-        run.wait_for("step 11/20")
+        await_hold(run, "step 11/20")
         run.process.kill()
         run.wait()
+    go_on()
     ended = coordinator("up", config, "--resume", *LONGER)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "had been generated, and are not generated again" in ended.stdout

@@ -21,6 +21,7 @@ from tandem.common.keys import write_run_keys
 from tests.harness import leaks
 from tests.harness.members import RUN
 from tests.harness.runs.by_hand import MEGATRON_TP2, assert_same_results, refits_of, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     BIN,
     SOON_MISSED,
@@ -57,13 +58,14 @@ def program(name: str) -> str:
 @pytest.mark.parametrize("who", ["a process group", "timeout"])
 def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_there(who: str, undisturbed: Path) -> None:
     before, config = leaks.segments(), write_config(FORTY)
+    hold(at=65)
     words = ["coordinator", "up", config]
     with (
         setsid(*words)
         if who == "a process group"
         else Command(program("timeout"), "--preserve-status", "600", BIN / words[0], *words[1:]) as run
     ):
-        run.wait_for("step 3/40")
+        await_hold(run, "step 3/40")
         everyone = [psutil.Process(run.process.pid), *run.children()]
         services = [each for kind in ("trainer", "rollout", "refit") for each in processes_of(run, kind)]
         assert len(services) == 4
@@ -72,6 +74,8 @@ def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_the
             run.signal(signal.SIGTERM)  # which it passes on to all, twice to the one that it started
         else:
             os.killpg(run.process.pid, signal.SIGTERM)
+        run.wait_for("interrupted: finishing")
+        go_on()
         assert run.wait() == 130, run.output()
         assert all_gone(everyone, 5.0) == []
     done = steps_of()[-1].step
@@ -107,12 +111,15 @@ def test_a_terminal_that_closes_has_the_run_saved() -> None:
 
 def test_a_service_started_by_hand_leaves_when_it_is_asked_to_and_the_run_notices() -> None:
     over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 20, "val_period": 20}}
+    hold(at=33)
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("rollout", *joins(address)) as first:
-            run.wait_for("step 2/20")
+            await_hold(run, "step 2/20")
             process_of(run, "trainer").send_signal(signal.SIGTERM)  # which was launched, and leaves it to the run
             first.signal(signal.SIGTERM)
+            run.wait_for("rollout-0 was told to leave")
+            go_on()
             assert first.wait() == 0, first.output()
             assert "rollout-0 leaves: it was told to" in first.output()
             run.wait_for("rollout-0 leaves the run: it was told to; the run waits for another: rollout --coordinator")
@@ -182,7 +189,7 @@ def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -
 
 
 def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> None:
-    over = {"cluster": {"launch": "none", "heartbeat_timeout_s": 2.0}}
+    over = {"cluster": {"launch": "none", "heartbeat_timeout_s": 5.0}}
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("refit", *joins(address)) as refit:
@@ -228,9 +235,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("alias", ["auto", "never"])
 def test_kill_9_of_an_engine_changes_nothing_but_the_time_it_takes(alias: str, undisturbed: Path) -> None:
+    hold(at=33)
     with Command("coordinator", "up", write_config(FORTY | {"refit": {"alias": alias}})) as run:
-        run.wait_for("step 2/40")
+        await_hold(run, "step 2/40")
         process_of(run, "rollout").kill()
+        go_on()
         run.wait_for(r"rollout-\d is lost: killed by SIGKILL.*; another is launched in its place")
         assert run.wait() == 0, run.output()
     assert_same_results("run", undisturbed)
@@ -250,13 +259,15 @@ def test_an_engine_that_dies_again_and_again_ends_the_run() -> None:
 
 def test_an_engine_started_by_hand_is_replaced_by_hand() -> None:
     over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 40}}
+    hold(at=49)  # three steps, or two and a validation
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("rollout", *joins(address)) as first:
-            run.wait_for("step 2/40")
+            await_hold(run, "step 2/40")
             first.signal(signal.SIGKILL)
             first.wait()
             run.wait_for("start another: rollout --coordinator")
+            go_on()
             with Command("rollout", *joins(address)) as second:
                 assert run.wait() == 0, run.output()
                 assert second.wait() == 0
@@ -278,10 +289,12 @@ def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
 
 
 def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
+    hold(at=49)
     with Command("coordinator", "up", write_config({"grpo": {"max_num_steps": 40}, **SOON_MISSED})) as run:
-        run.wait_for("step 2/40")
+        await_hold(run, "step 2/40")
         victim = process_of(run, "rollout")
         victim.send_signal(signal.SIGSTOP)
+        go_on()
         run.wait_for(r"rollout-0 is lost: no heartbeat for \d+ s")
         assert run.wait() == 0, run.output()
         assert not psutil.pid_exists(victim.pid)

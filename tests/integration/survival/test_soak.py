@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from tests.harness.runs.running import coordinator, steps_of, write_config
 
 NUM_STEPS = 240
+QUICK = 5
+"""The place of the step that counts among the quickest of a quarter."""
 SOAK: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 0},
     "checkpointing": {"enabled": False},
@@ -25,8 +26,8 @@ def test_seconds_a_step_stay_flat() -> None:
     assert len(steps) == NUM_STEPS
     for phase in ("generation", "policy_training", "total"):
         quarters = [
-            statistics.median(step.seconds[phase] for step in steps[first : first + NUM_STEPS // 4])
+            sorted(step.seconds[phase] for step in steps[first : first + NUM_STEPS // 4])[QUICK]
             for first in range(0, NUM_STEPS, NUM_STEPS // 4)
         ]
-        # A machine that has other work may be slow for a while, and is not four times; the lost wake-up was ten times.
+        # A machine that has other work may be slow for a while, but not in each step; the lost wake-up was ten times.
         assert max(quarters[1:]) < 4 * quarters[0] + 0.05, (phase, quarters)
