@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers.decoders import DecodeStream
 
 from tandem.rollout.openai_api.choices import ChatView, ResponseBuilder, chat_job, joined
 from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
@@ -138,6 +139,22 @@ def answer_of(family: Family, prompt: str, response: str, **fields: Any) -> Chat
         for place, token_id in enumerate(token_ids, 1)
     ]
     return ChatView(model, request, chat_job(model, request)).answer([joined(pieces)])
+
+
+def test_bytes_of_tokens_are_the_text_of_the_answer(family: Family) -> None:
+    """As the streams of the package tokenizers decode it, which vLLM 0.32 uses: SentencePiece's first space is kept."""
+    hugging_face = families.hugging_face(family)
+    question = families.as_read(family, QUESTION)
+    prompt = hugging_face.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    prompt_ids = hugging_face(prompt, add_special_tokens=False)["input_ids"]
+    token_ids = hugging_face("Fine, 東京 4 °C.", add_special_tokens=False)["input_ids"]
+    decoder = DecodeStream(ids=prompt_ids, skip_special_tokens=True)
+    expected = "".join(decoder.step(hugging_face._tokenizer, token_id) or "" for token_id in token_ids)
+    answer = answer_of(family, prompt, "Fine, 東京 4 °C.", logprobs=True)
+    (choice,) = answer.choices
+    assert (choice.message.reasoning_content or "") + (choice.message.content or "") == expected
+    assert choice.logprobs is not None
+    assert b"".join(bytes(token.bytes) for token in choice.logprobs.content).decode() == expected
 
 
 def test_reasoning_is_apart_from_the_answer(family: Family) -> None:

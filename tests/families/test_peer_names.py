@@ -63,6 +63,7 @@ def test_every_field_of_transformers_that_is_common_is_one_of_its_arguments() ->
     own = {field for name, file in OF_TRL.items() for field in fields_of(folder_of("trl") / "trainer" / file, name)}
     arguments = transformers.TrainingArguments.__dataclass_fields__
     assert TRL.keys() - own - arguments.keys() <= {"max_prompt_length", "warmup_ratio", "logging_dir"}
+    assert not arguments.keys() - TRL.keys()
 
 
 @pytest.mark.parametrize("name", OF_VERL)

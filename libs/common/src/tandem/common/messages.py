@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -545,6 +545,8 @@ class PromptGroup(Message, frozen=True, kw_only=True):
     """Entry of ``env`` that scores the samples; empty if the run has only one."""
     images: tuple[ImageRef, ...] | None = None
     """Images of the prompt, in order; None if the model does not see."""
+    tools_field: str = ""
+    """Field of the problem's metadata with the tools that the prompt shows; empty if it shows none."""
 
 
 class SamplingParameters(Message, frozen=True, kw_only=True):

@@ -108,7 +108,7 @@ TRL: dict[str, str] = {
     # SFTConfig and DPOConfig
     "chat_template_path": _TEMPLATE,
     "dataset_text_field": "data.chat_key, or data.input_key and data.output_key",
-    "dataset_kwargs": "data",
+    "dataset_kwargs": "no key: rows become tokens by the keys of data",
     "dataset_num_proc": "no key: rows are read by the coordinator",
     "eos_token": "no key: the model's own files say what ends a turn",
     "pad_token": "no key: padding is never learned",
@@ -165,7 +165,92 @@ TRL: dict[str, str] = {
     "torch_empty_cache_steps": "",
     "resume_from_checkpoint": _RESUME,
     "deepspeed": "policy.dtensor_cfg, or policy.megatron_cfg",
-    "fsdp": "policy.dtensor_cfg",
+    "fsdp": "policy.dtensor_cfg.enabled",
+    "fsdp_config": "policy.dtensor_cfg.enabled",
+    "optim_args": "policy.optimizer.kwargs",
+    "max_grad_norm": "policy.max_grad_norm",
+    "activation_checkpointing": _RECOMPUTE,
+    "torch_compile": "policy.compile",
+    "liger_kernel_config": "policy.compile",
+    "eval_delay": "the algorithm's val_start_at, such as grpo.val_start_at",
+    "eval_on_start": "the algorithm's val_at_start, such as grpo.val_at_start",
+    "save_only_model": "checkpointing.save_optimizer",
+    "seed": "the algorithm's seed, such as grpo.seed",
+    "data_seed": "the algorithm's seed, such as grpo.seed",
+    "project": "logger.wandb.project",
+    "logging_strategy": "no key: each step is logged",
+    "logging_first_step": "no key: each step is logged",
+    "parallelism_config": "policy.dtensor_cfg.tensor_parallel_size",
+    "dataloader_num_workers": "data.num_workers",
+    "train_sampling_strategy": "data.shuffle",
+    "use_cpu": f"{_GPUS}, where 0 is the CPU",
+    "push_to_hub": "no key: coordinator push",
+    "hub_model_id": "no key: coordinator push",
+    "label_smoothing_factor": _ELSEWHERE,
+    "average_tokens_across_devices": "no key: means are over the global batch",
+    "bf16_full_eval": "policy.precision",
+    "fp16_full_eval": "policy.precision",
+    **dict.fromkeys(
+        (
+            *("tf32", "optim_target_modules", "load_best_model_at_end", "neftune_noise_alpha"),
+            *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+            *("torch_compile_backend", "torch_compile_mode"),
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        [
+            "use_cache",
+            "auto_find_batch_size",
+            "log_on_each_node",
+            "logging_nan_inf_filter",
+            "include_num_input_tokens_seen",
+            "log_level",
+            "log_level_replica",
+            "disable_tqdm",
+            "trackio_space_id",
+            "trackio_bucket_id",
+            "trackio_static_space_id",
+            "prediction_loss_only",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "eval_accumulation_steps",
+            "include_for_metrics",
+            "batch_eval_metrics",
+            "save_on_each_node",
+            "enable_jit_checkpoint",
+            "hub_token",
+            "hub_private_repo",
+            "hub_strategy",
+            "hub_always_push",
+            "hub_revision",
+            "ignore_data_skip",
+            "restore_callback_states_from_checkpoint",
+            "full_determinism",
+            "accelerator_config",
+            "dataloader_drop_last",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_in_order",
+            "label_names",
+            "length_column_name",
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+            "ddp_backend",
+            "ddp_timeout",
+            "debug",
+            "skip_memory_metrics",
+            "do_train",
+            "do_eval",
+            "do_predict",
+            "local_rank",
+        ],
+        "no key: it is of Transformers' own trainer",
+    ),
 }
 """The names here of the fields of TRL 1.16's configurations: a key, a sentence that begins with one or with
 ``no key``, or an empty text for what is not built."""
@@ -340,6 +425,11 @@ _SHORT = {
     "policy.optimizer.eps": "policy.optimizer.kwargs.eps",
 }
 """Shorter paths, as people write them."""
+_OF_SECTION = {
+    "dpo.loss_type": "loss_fn.class; sigmoid is the default",
+    "sft.loss_type": "loss_fn.class; nll is the default",
+}
+"""Names of TRL's that are something else in the section of an algorithm."""
 _ANY_ALGORITHM = "the algorithm's "
 _FLAT = ("", "grpo", "ppo", "sft", "dpo", "rm", "loss_fn", "policy", "policy.generation", "policy.optimizer", "trainer")
 """Sections in which a name of TRL's, which has no sections, may have been written."""
@@ -362,7 +452,7 @@ class PeerKey(NamedTuple):
         if not self.equivalent:
             return f"; {self.peer} has it, and here there is nothing like it"
         key, _, more = self.equivalent.partition(" ")
-        key, comma = (key[:-1], ",") if key.endswith(",") else (key, "")
+        key, comma = (key[:-1], key[-1]) if key[-1] in ",;" else (key, "")
         if "." not in key:
             return f"; {self.peer}'s word for {self.equivalent}"
         return f"; did you mean {key!r}{comma}{f' {more}' if more else ''}? {self.peer} calls it so"
@@ -386,7 +476,7 @@ def _find_peer_key(path: str) -> PeerKey | None:
         if section in VERL and (count == len(parts) or section not in ("data", "algorithm")):
             return PeerKey("verl", path, VERL[section])
     section, _, name = path.rpartition(".")
-    equivalent = TRL.get(name) if section in _FLAT else None
+    equivalent = _OF_SECTION.get(path) or (TRL.get(name) if section in _FLAT else None)
     if equivalent is None or equivalent.partition(" ")[0].rpartition(".")[2] == name:
         return None  # a key of that name is found without this table
     if equivalent.startswith(_ANY_ALGORITHM) and section in ALGORITHMS:

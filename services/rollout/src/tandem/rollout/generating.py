@@ -35,7 +35,7 @@ from tandem.rollout.environments.outcomes import UnscoredResponse, beyond_in_sum
 from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.rollout.parts import RolloutParts
 from tandem.samples.batch import SampleBatch
-from tandem.samples.data_sets.tools import tools_of
+from tandem.samples.data_sets.tools import tools_in
 from tandem.samples.routed_experts import RoutedExperts
 
 if TYPE_CHECKING:
@@ -77,6 +77,11 @@ class ResponseMessages:
         if text != message["content"]:
             message["text"] = text
         return message
+
+
+def shown_tools(group: PromptGroup) -> Tools:
+    """Return the tools that a group's prompt shows."""
+    return tools_in(group.problem.metadata, group.tools_field) or () if group.tools_field else ()
 
 
 def response_messages(tokenizer: Tokenizer) -> ResponseMessages | None:
@@ -275,7 +280,7 @@ class RunningGenerations:
         """Return the message that a response is to the environment."""
         if self._response_messages is None:
             return {"role": "assistant", "content": self._parts.tokenizer.decode(token_ids)}
-        tools = tools_of(conversation.group.problem, self._config.data)
+        tools = shown_tools(conversation.group)
         return self._response_messages.message(conversation.last_ids(NUM_BEFORE), token_ids, tools)
 
     def _answer(self, results: list[tuple[int, Score | Turn | UnscoredResponse]]) -> None:

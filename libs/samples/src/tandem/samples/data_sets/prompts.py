@@ -23,7 +23,7 @@ from tandem.config.named import GENERATED, MULTIPLE_CHOICE
 from tandem.config.schema import DataConfig
 from tandem.samples.chat_templates import REASONING_FIELDS, memory_limit
 from tandem.samples.data_sets.order import ItemLengths
-from tandem.samples.data_sets.tools import tools_of
+from tandem.samples.data_sets.tools import tools_field, tools_of
 from tandem.samples.images.markers import OPENING, as_text, split_front_markers
 from tandem.samples.tokenizer import EncodedConversation, Messages, Tokenizer
 
@@ -256,6 +256,8 @@ class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its set in metrics, if there are several."""
     images: tuple[ImageRef, ...] | None = None
     """Images of the prompt; None if the model does not see."""
+    tools_field: str = ""
+    """Field of the problem's metadata with the tools that the prompt shows; empty if it shows none."""
 
 
 class PromptWriter:
@@ -278,6 +280,11 @@ class PromptWriter:
     def tools(self, problem: Problem) -> tuple[dict[str, Any], ...]:
         """Return the tools of a problem's row, which the chat template shows. Raise `DataError` as `tools_of` does."""
         return tools_of(problem, self._data)
+
+    @property
+    def tools_field(self) -> str:
+        """Field of rows that holds their tools."""
+        return tools_field(self._data)
 
     @property
     def _has_template(self) -> bool:
@@ -349,7 +356,8 @@ class PromptEncoder:
         Raise `DataError` if it cannot be tokenised, or was generated for this run and does not fit.
         """
         problem, messages = prompted.problem, self._messages(prompted)
-        tools = self._writers[id(prompted.data)].tools(problem)
+        writer = self._writers[id(prompted.data)]
+        tools = writer.tools(problem)
         prompt_ids = self._chat.prompt(problem.problem_id, messages, tools)
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
@@ -362,6 +370,7 @@ class PromptEncoder:
             environment=environment,
             set_name=prompted.set_name,
             images=self._chat.images(messages),
+            tools_field=writer.tools_field if tools else "",
         )
 
 

@@ -14,12 +14,22 @@ from tandem.config.named import GENERATED
 from tandem.config.schema import DataConfig
 from tandem.config.schema.environments import PACKAGED
 
+_TOOLS = "tools"
+
 
 def tools_of(problem: Problem, data: DataConfig) -> tuple[dict[str, Any], ...]:
-    """Return the tools of the row that a problem was read from; none of a generated one. Raise `DataError`."""
+    """Return the tools of the row that a problem was read from; none of a generated one. Raise `DataError`.
+
+    `data` is the section of the problem's own set.
+    """
     if data.dataset_name in (*GENERATED, *PACKAGED):
         return ()
     return read_tools(problem.problem_id, problem.metadata, data)
+
+
+def tools_field(data: DataConfig) -> str:
+    """Return the field of a set's rows that holds their tools, if they have any."""
+    return data.tool_key or _TOOLS
 
 
 def read_tools(row_name: str, row: Mapping[str, Any], data: DataConfig) -> tuple[dict[str, Any], ...]:
@@ -27,8 +37,17 @@ def read_tools(row_name: str, row: Mapping[str, Any], data: DataConfig) -> tuple
 
     Without ``data.tool_key``, a field ``tools`` that holds something else is no field of tools. Raise `DataError`.
     """
-    key = data.tool_key or "tools"
-    value = row.get(key)
+    tools = tools_in(row, tools_field(data))
+    if tools is not None:
+        return tools
+    if data.tool_key is None:
+        return ()
+    raise DataError(f"{row_name}: {data.tool_key!r} is not a list of tools as JSON schemas (data.tool_key)")
+
+
+def tools_in(row: Mapping[str, Any], field: str) -> tuple[dict[str, Any], ...] | None:
+    """Return the tools in a field of a row; None if it holds something else."""
+    value = row.get(field)
     if isinstance(value, str):
         with contextlib.suppress(msgspec.DecodeError):
             value = msgspec.json.decode(value)
@@ -36,9 +55,7 @@ def read_tools(row_name: str, row: Mapping[str, Any], data: DataConfig) -> tuple
         return ()
     if isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value):
         return tuple(_drop_nulls(tool) for tool in value)
-    if data.tool_key is None:
-        return ()
-    raise DataError(f"{row_name}: {key!r} is not a list of tools as JSON schemas (data.tool_key)")
+    return None
 
 
 def _drop_nulls(value: Any) -> Any:

@@ -224,6 +224,7 @@ class GrpoAlgorithm:
             seeds=tuple(data_sets.sample_seed(seed, step, purpose, group, place) for place in range(num_samples)),
             environment=encoded.environment if self._has_several else "",
             images=encoded.images,
+            tools_field=encoded.tools_field,
         )
         self._groups[key] = _Drawn(encoded, prompt_group, place, levels)
         return self._groups[key]

@@ -158,7 +158,7 @@ class ResponseBuilder:
             model.tokenizer,
             skip_special_tokens=not shows_special,
             shown_ids=marker_ids,
-            before_ids=() if isinstance(request, protocol.ChatRequest) else prompt_ids[-_PROMPT_TAIL:],
+            before_ids=prompt_ids[-_PROMPT_TAIL:],
         )
         self._stopped = StoppedText(request.stop_strings)
 
