@@ -2,12 +2,24 @@
 
 The same code builds, fills, trains, saves and resumes each of them, and scores with it. The model's section of the
 configuration has the settings. The algorithm's declaration has the models to train, and the heads on their layers.
+
+Of checkpoints, Megatron-Core's own `dist_checkpointing` is not used, because it does not keep three promises of this
+project:
+
+- Its ``torch_dist`` format keeps a pickled index (``.metadata``), which is unpickled to read a checkpoint.
+- To write an optimizer's state for resharding, every data-parallel rank gathers its replica's whole state. To read it,
+  every rank reads all of it. Another expert-parallel size cannot read it.
+- On resuming with torch's AdamW, all parameters share one counter of steps (`optimizer_state`).
+
+Here both folders use the checkpoint's own coordinates, which the layout knows. Every rank writes the elements it owns
+and reads the elements it needs. TP, PP, virtual stages, EP, ETP, CP, DP, the distributed optimizer and the padding of
+the vocabulary may all change in between. All files are safetensors and JSON.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +30,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from tandem.common.errors import NotFiniteError, OutlierError
+from tandem.common.errors import CheckpointError, ModelError, NotFiniteError, OutlierError
 from tandem.common.numeric import RecentSteps
 from tandem.config import Config
 from tandem.config.models.vision_families import family_of
@@ -29,7 +41,7 @@ from tandem.refit.adapters.megatron import linear_layers
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.holding import OffloadedStorages, exchanged, function_of_scores
-from tandem.trainer.backends.megatron import checkpoints, optimizer_state
+from tandem.trainer.backends.megatron import optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
 from tandem.trainer.backends.megatron.groups import RankDivision
@@ -48,10 +60,12 @@ from tandem.trainer.backends.megatron.weights import (
     AdapterTensorSource,
     CheckpointTensors,
     RankWeights,
+    SafetensorsFolder,
     TensorsInMemory,
 )
 from tandem.trainer.batching.masks import compares_whole
-from tandem.trainer.files import adapter_files
+from tandem.trainer.files import adapter_files, checkpoints
+from tandem.trainer.files.box_files import BoxFiles
 from tandem.trainer.files.checkpoints import ModelState, OptimizerCounts, agree
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import build_without_weights
@@ -263,7 +277,7 @@ class MegatronHeldModel:
         self._load_optimizer(folder)
 
     def _load_optimizer(self, folder: Path) -> None:
-        counts = checkpoints.load_optimizer(folder, self.weights, self.optimizer, self.name)
+        counts = load_optimizer(folder, self.weights, self.optimizer, self.name)
         self.num_steps = counts.steps
         self.num_schedule_steps = counts.schedule_steps_of(self._config.num_optimizer_steps_per_pass)
         self.recent = counts.recent_steps
@@ -343,7 +357,7 @@ class MegatronHeldModel:
 
     def _load_model(self, folder: Path) -> None:
         files = {} if self._pictures is None else {"opened": self._pictures.opened}
-        checkpoints.load_model(folder, self.weights, self.name, **files)
+        load_model(folder, self.weights, self.name, **files)
 
     def _load_adapters(self, adapters: PeftConfig, checkpoint: Path | None) -> None:
         """Fill it with the model in ``model_name``, and with adapters from a checkpoint, from a folder, or new."""
@@ -432,3 +446,34 @@ def adding(total: torch.Tensor, loss: LossOfMicroBatch) -> Scored:
 def _bits(scores: Sequence[Scores]) -> torch.Tensor:
     """Return all numbers end to end, with other four-byte types as floats of the same bits."""
     return torch.cat([values.flatten().view(torch.float32) for scores_BT in scores for values in scores_BT])
+
+
+def load_model(
+    folder: Path, weights: RankWeights, model: Model, opened: Callable[[Path], CheckpointTensors] = SafetensorsFolder
+) -> None:
+    """Fill the parameters of a model from a checkpoint, in their own memory; `opened` opens its files.
+
+    Collective. Raises `CheckpointError`; every rank raises if one does.
+    """
+
+    def load() -> None:
+        try:
+            weights.load(opened(folder / model))
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+
+    checkpoints.agree(load)
+
+
+def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any, model: Model) -> checkpoints.OptimizerCounts:
+    """Fill a model's optimizer from a checkpoint; return the number of steps that it has taken, and its schedule.
+
+    Collective. Raises `CheckpointError`; every rank raises if one does.
+    """
+    counts = checkpoints.agree(lambda: checkpoints.read_counts(folder, model))
+
+    def read(files: BoxFiles) -> None:
+        optimizer_state.read(optimizer, weights, files, counts.steps)
+
+    checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, model))
+    return counts

@@ -178,9 +178,9 @@ def _modules() -> tuple[type[AttentionNorm], type | None]:
     """Return the norm of plain layers, and their activation if it is a module of its own."""
     if not has_kernels():
         return AttentionNorm, None
-    from tandem.trainer.backends.megatron.on_cpu import kernels, norm
+    from tandem.trainer.backends.megatron.on_cpu import kernels
 
-    return norm.CpuNorm, kernels.SwiGlu
+    return kernels.CpuNorm, kernels.SwiGlu
 
 
 def _plain(
