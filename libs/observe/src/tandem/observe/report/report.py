@@ -11,6 +11,7 @@ end shows as text. The file's policy lets a browser run only the scripts that ar
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import posixpath
 import re
@@ -22,12 +23,14 @@ from typing import Any
 import msgspec
 
 from tandem.common import gc_tuning
-from tandem.common.errors import RunFolderError
+from tandem.common.errors import DataError, RunFolderError, SamplesError
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe import page
 from tandem.observe.health import no_progress
 from tandem.observe.page.reader import RunReader
+from tandem.observe.page.samples import PURPOSES, read_sample
 from tandem.observe.page.series import Along, CurveSeries, RunCurves
+from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.report.panels import PHASES, SECONDS, PanelCurve, ReportPanel, panels_of
 from tandem.observe.report.side_by_side import (
     ReportRow,
@@ -42,6 +45,7 @@ from tandem.observe.report.side_by_side import (
     times,
 )
 from tandem.observe.timeline import flame, timeline
+from tandem.samples.images.markers import marked_in
 
 _TITLES = {
     "reward": "mean reward of the training samples",
@@ -240,6 +244,8 @@ def _table(runs: Sequence[ReportRun], rows: Sequence[ReportRow]) -> list[str]:
 _STATIC = Path(page.__file__).parent / "static"
 _IMAGES = "images"
 """Folder of a run's images; only a vision model has one."""
+_NUM_SAMPLES_SHOWN = 12
+"""Most samples of a vision model: of the newest step, and of the newest validation."""
 _NUM_POINTS = 400
 """Most points of a curve, each the mean, minimum and maximum of a bucket of steps."""
 _NUM_REFITS = 200
@@ -346,8 +352,6 @@ def _data(index: int, run: ReportRun) -> dict[str, Any]:
     view = timeline(run.folder, _NUM_STEPS, None)
     pictures: dict[str, Any] = {}
     if (run.folder / _IMAGES).is_dir():  # of a vision model
-        from tandem.observe.report.pictures import samples_with_pictures
-
         pictures = samples_with_pictures(reader)
     return {
         "summary": msgspec.structs.replace(reader.summary(index), name=run.label, path=run.label),
@@ -392,3 +396,45 @@ def _tables(runs: Sequence[ReportRun]) -> list[tuple[str, str, list[ReportRow]]]
     if len(runs) > 1:
         tables.append(("Differences in configuration", "", configuration_differences(runs)))
     return tables
+
+
+# --- the samples -------------------------------------------------------------------------------------------------
+
+
+def samples_with_pictures(reader: RunReader) -> dict[str, Any]:
+    """Return the first samples of the newest step that is recorded, and of the newest validation, with thumbnails.
+
+    Nothing for a run without a rollout log.
+    """
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for purpose in PURPOSES:
+        with contextlib.suppress(SamplesError):  # the log is off, or was damaged: the report has the rest
+            samples[purpose] = _newest(reader, purpose)
+    if not samples:
+        return {}
+    with contextlib.closing(ImageThumbnails()) as thumbnails:
+        pictures = {}
+        for digest in _digests([row for rows in samples.values() for row in rows]):
+            with contextlib.suppress(DataError):
+                png = thumbnails.of(reader.folder, digest)
+                pictures[digest] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return {"samples": samples, "pictures": pictures}
+
+
+def _newest(reader: RunReader, purpose: Any) -> list[dict[str, Any]]:
+    from tandem.observe.samples import SampleQuery, search  # Arrow takes a while to be imported
+
+    selection = search(
+        reader.folder, SampleQuery(purpose=purpose, limit=_NUM_SAMPLES_SHOWN, with_tokens=False), reader.run_id()
+    )
+    models, run_id = reader.models(), reader.run_id()
+    places = [(selection.step, sample.scored.group, sample.scored.sample) for sample in selection.samples]
+    rows = [read_sample(reader.folder, place, purpose, run_id, models) for place in places]
+    return [row | {"tokens": msgspec.to_builtins(row["tokens"]), "purpose": purpose} for row in rows]
+
+
+def _digests(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the images of samples, each once."""
+    prompts = (image.digest for row in rows for image in marked_in(row["prompt"]))
+    later = (digest for row in rows for digest in row.get("later_images", ()))
+    return [*dict.fromkeys([*prompts, *later])]

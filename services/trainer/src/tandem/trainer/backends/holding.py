@@ -171,9 +171,9 @@ def function_of_scores(settings: ModelConfig) -> Callable[..., TokenScores | Stu
     """Return `tandem.trainer.scoring.score_tokens`, or what does the same by fused kernels."""
     if not settings.compile:
         return scoring.score_tokens
-    from tandem.trainer.backends import fused_scores  # it imports torch's compiler
+    from tandem.trainer.backends import compiling  # it imports torch's compiler
 
-    return fused_scores.score_tokens
+    return compiling.score_tokens
 
 
 @contextmanager

@@ -7,11 +7,13 @@ whose gradients are zeros. That also gives optimizers and ranks the same paramet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
@@ -20,21 +22,55 @@ from tandem.config.models.vision_families import VISION, VisionFamily, list_froz
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.policy import DtensorCfg
 from tandem.samples.images import towers
+from tandem.samples.images.blocks import ImageTokens, attend_blocks
 from tandem.samples.images.families import Grid, read_settings, undrawable_ids
 from tandem.samples.images.reading import ImageLimits, decode
 from tandem.samples.images.rows import image_folder
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.model_files import load_tokenizer
-from tandem.trainer.attention.images import WITH_IMAGES
-from tandem.trainer.attention.preparing import use_attention
+from tandem.trainer.attention import OUTSIDE_OF_GRAPHS, attend, use_attention
 from tandem.trainer.backends.sharding import RankMesh
-from tandem.trainer.batching.images import RowImages
+from tandem.trainer.batching.images import ImageBlock, RowImages
 from tandem.trainer.micro_batches import MicroBatch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _WHITE = (255, 255, 255)
+WITH_IMAGES = "tandem_rows_with_images"
+
+
+def attend_with_images(
+    module: torch.nn.Module,
+    query_BHTD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    image_blocks: Sequence[ImageBlock] = (),
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as `attend` does, and in both directions among the tokens of an image."""
+    attended_BTHD, _ = attend(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)
+    scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
+    causal_BTHD = attended_BTHD
+    attended_BTHD = attended_BTHD.clone()
+    for row, size, source_M in image_blocks:
+        num = len(source_M)
+        attended_1MHD = attend_blocks(
+            causal_BTHD[row, source_M][None],
+            query_BHTD[row, :, source_M][None],
+            key_BHTD[row, :, source_M][None],
+            value_BHTD[row, :, source_M][None],
+            [ImageTokens(0, num - size, num)],
+            scaling,
+            window,
+        )
+        attended_BTHD[row, source_M[num - size :]] = attended_1MHD[0, num - size :]
+    return attended_BTHD, None
+
+
+transformers.AttentionInterface.register(WITH_IMAGES, attend_with_images)
+OUTSIDE_OF_GRAPHS[WITH_IMAGES] = attend_with_images
 
 
 class _Reader:
