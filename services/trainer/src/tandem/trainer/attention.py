@@ -19,11 +19,9 @@ import torch
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tandem.common.attention import stateful
-from tandem.common.attention.chunks import find_chunk_size, find_chunk_sizes, give_positions, split_segments
+from tandem.common.attention import chunks, settings, stateful
 from tandem.common.attention.segments import attend as attend_within
 from tandem.common.attention.segments import attend_on_gpu
-from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.batching.packing import pack_row, share_prompts
 from tandem.trainer.micro_batches import TokenRow
@@ -83,7 +81,7 @@ def attend(
         )
         segments = [(length, length) for length in lengths]
         if chunk_size is not None:
-            segments = split_segments(segments, chunk_size)
+            segments = chunks.split_segments(segments, chunk_size)
         scaling = kwargs.get("scaling")
         attended_NHD = attend_within(query_NHD, key_NGD, value_NGD, segments, scaling, window, sinks_H, cap)
         attended_BTHD = attended_NHD.view(num_rows, width, *attended_NHD.shape[1:])
@@ -94,7 +92,7 @@ def attend(
 
 def attend_in_chunks(module: Any, *tensors: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attend as `attend` does, within chunks where the layer's type says so."""
-    kwargs["chunk_size"] = find_chunk_size(module)
+    kwargs["chunk_size"] = chunks.find_chunk_size(module)
     return attend(module, *tensors, **kwargs)
 
 
@@ -174,7 +172,7 @@ def explain_undivided(model: Any) -> str | None:
     config = model.config.get_text_config()
     if stateful.find_stateful_modules(model):
         return "it has layers that carry a state from token to token"
-    if any(find_chunk_sizes(config)):
+    if any(chunks.find_chunk_sizes(config)):
         return "it has attention in chunks"
     return f"it has layers of type {stateful.INDEXED_TYPE}" if _is_indexed(config) else None
 
@@ -237,7 +235,7 @@ def explain_lookahead(model: Any) -> str | None:
 
 def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     config = model.config.get_text_config()
-    unstable = find_unstable_rotation(config, max_length)
+    unstable = settings.find_unstable_rotation(config, max_length)
     if unstable is not None:
         return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
     unknown_type = stateful.find_unknown_layer_type(config)
@@ -247,9 +245,9 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     told_windows: dict[int, int | None] = {}
     try:
         expected_KV = _logits(model)
-        if any(find_chunk_sizes(config)):
+        if any(chunks.find_chunk_sizes(config)):
             use_attention(model, CHUNKS_ATTENTION_NAME)
-            give_positions(model, _find_positions)
+            chunks.give_positions(model, _find_positions)
         else:
             use_attention(model, ATTENTION_NAME)
         separate_sequences(model)
@@ -259,7 +257,7 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     else:
         untold = [
             (layer, window)
-            for layer, window in enumerate(find_sliding_windows(config))
+            for layer, window in enumerate(settings.find_sliding_windows(config))
             if window is not None and window < max_length and told_windows.get(layer) != window
         ]
         if untold:

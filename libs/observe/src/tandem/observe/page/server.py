@@ -28,12 +28,9 @@ from starlette.staticfiles import StaticFiles
 from tandem.common.errors import DataError, RunFolderError, SamplesError, TandemError
 from tandem.common.web import SignalledServer, event_loop, settings
 from tandem.observe.exporters.nvml import GpuUse, use_nvml
-from tandem.observe.page import samples
-from tandem.observe.page.address import END
+from tandem.observe.page import address, samples, series
 from tandem.observe.page.reader import RecordMark, RunReader
-from tandem.observe.page.samples import PageRows
 from tandem.observe.page.security import PageGuard, error
-from tandem.observe.page.series import Along, CurveColumn, RunCurves, csv_parts
 from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 from tandem.observe.run_folder.live import LIVE_NAME
@@ -183,12 +180,12 @@ class _BadQuery(TandemError):
 class PageRun:
     """A run, and its data cached between requests."""
 
-    def __init__(self, folder: Path, gpus: GpuReader, rows: PageRows) -> None:
+    def __init__(self, folder: Path, gpus: GpuReader, rows: samples.PageRows) -> None:
         """Open the run. Raises `RunFolderError` if it cannot be read."""
         self.gpus = gpus
         self.rows = rows
         self.reader = RunReader(folder)
-        self.curves = RunCurves(self.reader)
+        self.curves = series.RunCurves(self.reader)
 
 
 Answer = Callable[[PageRun, Request], Any]
@@ -202,7 +199,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     Raises `RunFolderError` for a folder that cannot be read.
     """
     gpus = GpuReader()
-    rows = PageRows()
+    rows = samples.PageRows()
     runs = [PageRun(folder, gpus, rows) for folder in folders]
     watch = RunsWatch([run.reader for run in runs])
     thumbnails = ImageThumbnails()
@@ -307,9 +304,9 @@ def _curves(run: PageRun, request: Request, names: Sequence[str]) -> Any:
     return run.curves.series(names, points, *_range(request))
 
 
-def _range(request: Request) -> tuple[int | None, int | None, Along]:
+def _range(request: Request) -> tuple[int | None, int | None, series.Along]:
     """Return the steps and the axis that are asked for."""
-    along = _read_choice(request, "along", get_args(Along))
+    along = _read_choice(request, "along", get_args(series.Along))
     return _maybe_read_whole_number(request, "from"), _maybe_read_whole_number(request, "to"), along
 
 
@@ -365,13 +362,13 @@ def _csv(runs: Sequence[PageRun], request: Request) -> Response:
         for index in dict.fromkeys(indices)
     }
     columns = [
-        CurveColumn(label, *curves_of[index][name])
+        series.CurveColumn(label, *curves_of[index][name])
         for index, name, label in zip(indices, names, labels, strict=True)
         if name in curves_of[index]
     ]
     # Without a name: the link on the page says it.
     headers = {"Content-Disposition": "attachment"}
-    return StreamingResponse(csv_parts(along, columns), media_type="text/csv", headers=headers)
+    return StreamingResponse(series.csv_parts(along, columns), media_type="text/csv", headers=headers)
 
 
 def _live(run: PageRun, request: Request) -> Any:
@@ -485,7 +482,7 @@ class _Server(SignalledServer):
     """A server that also ends its streams."""
 
     def __init__(self, config: uvicorn.Config, watch: RunsWatch, *, heeds_signals: bool) -> None:
-        super().__init__(config, heeds_signals=heeds_signals, end=END)
+        super().__init__(config, heeds_signals=heeds_signals, end=address.END)
         self._watch = watch
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -35,10 +35,7 @@ from tandem.rollout.conversation import SampleConversation
 from tandem.rollout.engine import Engine, EngineCompletion
 from tandem.rollout.environments import Score, outcomes
 from tandem.rollout.generating import UNSCORED, Finished, RunningGeneration, RunningGenerations
-from tandem.rollout.openai_api.app import api_routes
-from tandem.rollout.openai_api.driver import EngineDriver
-from tandem.rollout.openai_api.images import limits_of, stored_images
-from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, read_body
+from tandem.rollout.openai_api import app, driver, images, refusals
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.rollout.parts import RolloutParts
 from tandem.samples.images.rows import image_folder
@@ -81,10 +78,10 @@ class RolloutAgents:
         self._tokenizer = tokenizer
         self._images = None
         if tokenizer.sees:
-            limits = limits_of(config.data.max_image_pixels)
-            self._images = stored_images(image_folder(config), limits)
+            limits = images.limits_of(config.data.max_image_pixels)
+            self._images = images.stored_images(image_folder(config), limits)
         self._faults = outcomes.FaultPolicy(config)
-        self._driver = EngineDriver(engine, step=step)
+        self._driver = driver.EngineDriver(engine, step=step)
         self._ended: queue.SimpleQueue[tuple[Episode, Score | outcomes.Failure] | Exception] = queue.SimpleQueue()
         self._wanted: set[int] = set()
         """Numbers of the episodes that the service still waits for."""
@@ -100,7 +97,7 @@ class RolloutAgents:
         """When a program, or the process that starts them, was last seen to be stopped by a signal."""
         timeout_s = self._settings.timeout_s
         paths = [
-            *api_routes(self._find, deadline_s=timeout_s, prefix=_PREFIX),
+            *app.api_routes(self._find, deadline_s=timeout_s, prefix=_PREFIX),
             Route(_PREFIX, self._describe, methods=["GET"]),
             Route(f"{_PREFIX}/reward", self._take_reward, methods=["POST"]),
             Route(f"{_PREFIX}/error", self._take_error, methods=["POST"]),
@@ -263,23 +260,23 @@ class RolloutAgents:
     async def _describe(self, request: Request) -> Response:
         try:
             return _json(self._find(request).described(self._server.url))
-        except OpenAIRefused as error:
-            return as_response(error)
+        except refusals.OpenAIRefused as error:
+            return refusals.as_response(error)
 
     async def _take_reward(self, request: Request) -> Response:
         try:
             episode = self._find(request)
-            score = episode.reward(await read_body(request))
-        except OpenAIRefused as error:
-            return as_response(error)
+            score = episode.reward(await refusals.read_body(request))
+        except refusals.OpenAIRefused as error:
+            return refusals.as_response(error)
         return _json(score)
 
     async def _take_error(self, request: Request) -> Response:
         try:
             episode = self._find(request)
-            episode.fail(await read_body(request))
-        except OpenAIRefused as error:
-            return as_response(error)
+            episode.fail(await refusals.read_body(request))
+        except refusals.OpenAIRefused as error:
+            return refusals.as_response(error)
         return _json({})
 
 

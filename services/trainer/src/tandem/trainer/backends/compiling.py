@@ -22,11 +22,9 @@ import transformers
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.checkpoint import checkpoint
 
-from tandem.trainer import attention, context, scoring
+from tandem.trainer import attention, context, models, scoring
 from tandem.trainer.batching.masks import TokenMasks
-from tandem.trainer.models import checkpoint_activations, decoder_layers
 from tandem.trainer.scores import StudentScores, TokenScores
-from tandem.trainer.scoring import VocabularyShard, columns_at_once
 
 torch._inductor.config.compile_threads = 1  # others start compiler processes, which outlive a killed trainer
 
@@ -70,13 +68,13 @@ def compile_layers(model: torch.nn.Module, *, with_attention: bool, recomputes: 
         apart = {**attention.OUTSIDE_OF_GRAPHS, context.ATTENTION_NAME: context.context_attention}
         for name, attend in apart.items():
             transformers.AttentionInterface.register(name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
-    for layer in decoder_layers(model):
+    for layer in models.decoder_layers(model):
         forward = layer.forward
         if with_attention and recomputes:
             forward = types.MethodType(_recomputed, layer)
         layer.forward = compiled(forward)
     if recomputes and not with_attention:
-        checkpoint_activations(model)
+        models.checkpoint_activations(model)
 
 
 def _recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +92,7 @@ def score_tokens(
     target_K: torch.Tensor,
     *,
     temperature: float,
-    vocabulary: VocabularyShard | None = None,
+    vocabulary: scoring.VocabularyShard | None = None,
     others_KN: torch.Tensor | None = None,
     learns_entropy: bool = False,
     undrawable: Sequence[int] = (),
@@ -162,7 +160,7 @@ class _FusedScores(torch.autograd.Function):
         grad_K = grads[0] / ctx.temperature
         grad_hidden_KH = torch.zeros(hidden_KH.shape, dtype=torch.float32, device=hidden_KH.device)
         grad_weight_VH = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None
-        num_columns = columns_at_once(ctx.chunk * len(weight_VH), len(hidden_KH))
+        num_columns = scoring.columns_at_once(ctx.chunk * len(weight_VH), len(hidden_KH))
         for first in range(0, len(weight_VH), num_columns):
             columns = slice(first, min(first + num_columns, len(weight_VH)))
             weight_CH = weight_VH[columns]

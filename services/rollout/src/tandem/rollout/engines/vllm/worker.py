@@ -27,12 +27,9 @@ from tandem.common import signals
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.config.models.families import VLLM, VLLM_SEEING
-from tandem.rollout.engines.vllm import float8
-from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
+from tandem.rollout.engines.vllm import float8, insides, part, speculation
 from tandem.rollout.engines.vllm.learned import LearnedParameters, learn_layout
 from tandem.rollout.engines.vllm.packed import keep_parameters
-from tandem.rollout.engines.vllm.part import WorkerPart
-from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
 
 
 @functools.cache
@@ -123,7 +120,7 @@ if current_platform.is_cpu():
     from vllm.v1.worker import cpu_worker
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
-    spare_llvmlite()
+    speculation.spare_llvmlite()
 else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
@@ -138,7 +135,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
             die_with(parent.pid)  # vLLM's own way waits for a step to end, which it may never do
             signals.leave_to_coordinator()  # or to the engine, which ends its workers by closing a pipe
         super().__init__(*args, **kwargs)
-        if SEES in self.vllm_config.additional_config:
+        if insides.SEES in self.vllm_config.additional_config:
             from tandem.rollout.engines.vllm.pictures import serve
 
             serve(self.model_config.hf_config.model_type)
@@ -154,7 +151,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM's worker does, with parameters that refits can write."""
         if not current_platform.is_cpu():
-            with draft_with_weights(self.vllm_config), self._learn() as learned:
+            with speculation.draft_with_weights(self.vllm_config), self._learn() as learned:
                 super().load_model(*args, **kwargs)
             draw_at_once(self.model_runner)
             self.part = self._part_kind()(self.model_runner, (), self.rank, next(iter(learned), None), sleeper=self)
@@ -165,10 +162,10 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
         if self.parallel_config.enable_expert_parallel:
             map_experts()
         if self.vllm_config.speculative_config is not None:
-            mend_for_cpus()
+            speculation.mend_for_cpus()
             if self.vllm_config.speculative_config.method == "ngram":
-                start_numba()
-        with keep_parameters() as packed, draft_with_weights(self.vllm_config), self._learn() as learned:
+                speculation.start_numba()
+        with keep_parameters() as packed, speculation.draft_with_weights(self.vllm_config), self._learn() as learned:
             super().load_model(*args, **kwargs)
         runner = self.model_runner
         self.part = self._part_kind()(runner, packed, self.rank, next(iter(learned), None))
@@ -190,9 +187,9 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
         has_table = self.model_config.hf_config.model_type in (*VLLM, *VLLM_SEEING)
         return contextlib.nullcontext(()) if has_table else learn_layout(self.vllm_config, self.rank)
 
-    def _part_kind(self) -> type[WorkerPart]:
-        if ADAPTERS not in self.vllm_config.additional_config:
-            return WorkerPart
+    def _part_kind(self) -> type[part.WorkerPart]:
+        if insides.ADAPTERS not in self.vllm_config.additional_config:
+            return part.WorkerPart
         from tandem.rollout.engines.vllm.adapter_part import AdapterPart
 
         return AdapterPart

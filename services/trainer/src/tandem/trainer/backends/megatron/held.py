@@ -41,12 +41,10 @@ from tandem.refit.adapters.megatron import linear_layers
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.holding import OffloadedStorages, exchanged, function_of_scores
-from tandem.trainer.backends.megatron import optimizer_state
+from tandem.trainer.backends.megatron import groups, optimizer_state, pipeline
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
-from tandem.trainer.backends.megatron.groups import RankDivision
 from tandem.trainer.backends.megatron.model import LayerChunk, build_chunks
-from tandem.trainer.backends.megatron.pipeline import ModelPipeline, Scored
 from tandem.trainer.backends.megatron.rows import MegatronRow
 from tandem.trainer.backends.megatron.settings import (
     add_gradient_buffers,
@@ -64,9 +62,7 @@ from tandem.trainer.backends.megatron.weights import (
     TensorsInMemory,
 )
 from tandem.trainer.batching.masks import compares_whole
-from tandem.trainer.files import adapter_files, checkpoints
-from tandem.trainer.files.box_files import BoxFiles
-from tandem.trainer.files.checkpoints import ModelState, OptimizerCounts, agree
+from tandem.trainer.files import adapter_files, box_files, checkpoints
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import build_without_weights
 from tandem.trainer.scores import Scores
@@ -129,7 +125,7 @@ class MegatronHeldModel:
         self,
         described: ModelDescription,
         config: Config,
-        division: RankDivision,
+        division: groups.RankDivision,
         device: torch.device,
         *,
         checkpoint: Path | None,
@@ -169,7 +165,7 @@ class MegatronHeldModel:
             if self.is_trained
             else [chunk.requires_grad_(False).eval() for chunk in chunks]
         )
-        self.pipeline = ModelPipeline(
+        self.pipeline = pipeline.ModelPipeline(
             self.chunks,
             settings.sizes,
             described.shape.as_text.required_geometry.vocabulary_size,
@@ -323,12 +319,12 @@ class MegatronHeldModel:
             for scores_BT in blanks
         ]
 
-    def state(self) -> ModelState:
+    def state(self) -> checkpoints.ModelState:
         """Return a checkpoint's contents: weights in the precision of the parameters, and the optimizer's state."""
         parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
         gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
-        counts = OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
-        return ModelState(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
+        counts = checkpoints.OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
+        return checkpoints.ModelState(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
 
     def offload(self) -> None:
         """Move gradients and the optimizer's state from the GPU to host memory; on a CPU they are already there.
@@ -384,7 +380,7 @@ class MegatronHeldModel:
         """Return whole adapters from their folder. Raises `CheckpointError`."""
         shapes, parts, described = self.weights.adapter_shapes, self._described.layers, self._written()
         assert described is not None, "only called for a model with adapters"
-        return agree(lambda: as_fused(adapter_files.read(folder, described, shapes), parts))
+        return checkpoints.agree(lambda: as_fused(adapter_files.read(folder, described, shapes), parts))
 
     def _see(self) -> MegatronImageInputs | None:
         """Return what gives the chunks images; None for a model of text."""
@@ -432,7 +428,7 @@ class MegatronHeldModel:
         return [(buffer, buffer.clone()) for name, buffer in buffers if name.endswith("router.expert_bias")]
 
 
-def adding(total: torch.Tensor, loss: LossOfMicroBatch) -> Scored:
+def adding(total: torch.Tensor, loss: LossOfMicroBatch) -> pipeline.Scored:
     """Return a loss that is also added to a total."""
 
     def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
@@ -472,7 +468,7 @@ def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any, model: Mo
     """
     counts = checkpoints.agree(lambda: checkpoints.read_counts(folder, model))
 
-    def read(files: BoxFiles) -> None:
+    def read(files: box_files.BoxFiles) -> None:
         optimizer_state.read(optimizer, weights, files, counts.steps)
 
     checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, model))
