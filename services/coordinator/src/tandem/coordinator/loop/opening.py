@@ -21,7 +21,7 @@ import msgspec
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, find_key_file, read_run_keys, write_run_keys
-from tandem.common.messages import Listener, RewardServer
+from tandem.common.messages import BuildEngine, BuildTrainer, Listener, RewardServer
 from tandem.config import Config, config_to_json, dump_yaml, make_plain
 from tandem.config.models.vision_families import family_of
 from tandem.coordinator.algorithms.rewards import has_spread
@@ -39,8 +39,7 @@ from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.preparing.resuming import StartingPoint, refuse_changes
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies, SampleLimits
-from tandem.coordinator.scheduler import RunSpec, Scheduler
-from tandem.coordinator.scheduler.events import Place, RestoredGroup
+from tandem.coordinator.scheduler import RunSpec, Scheduler, events
 from tandem.launch import admission, page_process
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.known_processes import KnownProcesses, ProcessesSnapshot, find_earlier, orphan_timeout_s
@@ -410,7 +409,6 @@ def assemble(
         checkpoint_folder=checkpoints.temporary_pattern,
         samples_folder=str(samples.path),
         reward_server=invocation.reward_server,
-        images_at=opened.images_at,
     )
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     front_end = invocation.front_end
@@ -424,8 +422,9 @@ def assemble(
         stack.enter_context(opened.evaluations.telling(observers.amended))
     recorder = ResultRecorder(config, opened.journal, checkpoints, samples, observers)
     make = CoordinatorLoop if front_end is None else front_end.loop
+    schedule = Scheduler if opened.images_at is None else partial(_ImageScheduler, opened.images_at)
     loop = make(
-        Scheduler(
+        schedule(
             spec,
             time.monotonic(),
             is_informative=partial(has_spread, config.rollout_section) if config.declaration.rolls_out else bool,
@@ -438,6 +437,23 @@ def assemble(
         partial(_find_restored, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
     return loop, live
+
+
+class _ImageScheduler(Scheduler):
+    """The scheduler of a vision model's run: processes are told at their building where images are."""
+
+    def __init__(self, images_at: Listener, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._images_at = images_at
+
+    def handle(self, event: events.Event) -> list[events.Action]:
+        """Take one event; return the actions it leads to, with the address of images in each command to build."""
+        actions = super().handle(event)
+        for place, action in enumerate(actions):
+            if isinstance(action, events.DispatchCommand) and isinstance(action.command, BuildEngine | BuildTrainer):
+                command = msgspec.structs.replace(action.command, images_at=self._images_at)
+                actions[place] = msgspec.structs.replace(action, command=command)
+        return actions
 
 
 def find_first_command_id(opened: OpenedResources) -> int:
@@ -501,7 +517,7 @@ def _observers(
 
 def _find_restored(
     invocation: CommandInvocation, samples: SampleFolder, first_step: int, limits: RestoreLimits, run_id: str, say: Say
-) -> dict[Place, RestoredGroup]:
+) -> dict[events.Place, events.RestoredGroup]:
     """Put the rollout log of the coming steps aside; return the groups that need not be generated again."""
     config = invocation.ready.config
     try:
