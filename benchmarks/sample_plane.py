@@ -49,8 +49,7 @@ from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.loop.batches import StepBatches
 from tandem.coordinator.processes.registry import ProcessRegistry
-from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import SampleLimits
+from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.coordinator.scheduler.events import (
     CommandFields,
     DispatchBatch,

@@ -20,7 +20,7 @@ from tandem.config import build_config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import GENERATION_LOGPROBS
 from tandem.coordinator.algorithms.step_batch import training_batch
-from tandem.coordinator.processes.reply_checks import require_finite
+from tandem.coordinator.processes.replies import require_finite
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Failure, ScoringCall, outcome_of

@@ -25,7 +25,7 @@ _NO_EFFECT = ("checks", "installed", "names")
 """Folders of the configuration that only check, or name."""
 _FRONT_END = frozenset(
     {
-        *("completed_settings", "conform", "data_sets", "derive", "describe", "dump", "foreign", "hidden", "layers"),
+        *("conform", "data_sets", "derive", "describe", "dump", "foreign", "hidden", "layers"),
         *("load", "megatron", "moot_keys", "nemo_eval", "notice_rules", "problem", "shapes"),
         "unsupported",
     }

@@ -29,8 +29,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
 from tandem.coordinator.processes.registry import ProcessRegistry
-from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import SampleLimits
+from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.coordinator.scheduler.events import Event, ProcessJoined, ProcessReplied
 from tandem.launch.admission import HeartbeatSettings, ListeningSocket
 from tandem.launch.known_processes import KnownProcesses, ProcessesSnapshot

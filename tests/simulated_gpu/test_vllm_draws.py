@@ -33,7 +33,7 @@ def _measure() -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from tandem.rollout.engines.vllm.drawing import TokenDraws
+    from tandem.rollout.engines.vllm.worker import TokenDraws
 
     class Launches(TorchDispatchMode):
         def __init__(self) -> None:

@@ -39,8 +39,7 @@ from tandem.common.messages import (
 )
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import SampleLimits
+from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.service import RolloutService

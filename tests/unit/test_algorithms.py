@@ -21,7 +21,7 @@ from tandem.samples.batch import SAMPLES, TABLE
 ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
 WRITERS = (
-    "launch/starting/",
+    "launch/starting.py",
     "tandem/coordinator/evaluation.py",
     "commands/init.py",
     "config/nemo_eval.py",

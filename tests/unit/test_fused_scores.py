@@ -6,7 +6,7 @@ import pytest
 import torch
 from scoring_harness import NUM_TOKENS, VOCABULARY, inputs, of_full_logits
 
-from tandem.trainer.backends import fused_scores
+from tandem.trainer.backends import compiling
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's
 def test_scores_and_gradients_are_those_of_all_logits(
     dtype: torch.dtype, at_once: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_scores, "_LOGITS", at_once * VOCABULARY)
+    monkeypatch.setattr(compiling, "_LOGITS", at_once * VOCABULARY)
     found, expected = inputs(dtype), inputs(dtype)
-    logprobs_K, entropy_K, is_likeliest_K = fused_scores.score_tokens(*found, temperature=temperature)
+    logprobs_K, entropy_K, is_likeliest_K = compiling.score_tokens(*found, temperature=temperature)
     assert logprobs_K.grad_fn is not None
     assert "Fused" in type(logprobs_K.grad_fn).__name__
     expected_logprobs_K, expected_entropy_K, expected_likeliest_K = of_full_logits(*expected, temperature)

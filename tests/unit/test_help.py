@@ -10,7 +10,7 @@ import pytest
 from tandem.coordinator import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = [module.__name__.rpartition(".")[2] for modules in cli.GROUPS.values() for module in modules]
+COMMANDS = [name for commands in cli.GROUPS.values() for name in commands]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -17,7 +17,7 @@ from tandem.common.distribution import install_command
 from tandem.config import load_config
 from tandem.config.schema import NewModel
 from tandem.coordinator import cli
-from tandem.launch.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, ROLLS_OUT, TASKS, is_installed
+from tandem.launch.starting import ALGORITHMS, ENGINES, ENVIRONMENTS, ROLLS_OUT, TASKS, is_installed
 from tandem.samples.model_files import write_new_model
 from tests.harness.runs.at_terminal import Terminal
 

@@ -176,7 +176,7 @@ def fields(sample: Any) -> dict[str, Any]:
 
 def test_the_page_and_a_chat_import_nothing_that_reads_pictures() -> None:
     code = (
-        "import sys, tandem.observe.page.server, tandem.observe.samples_text, tandem.observe.report.pictures, "
+        "import sys, tandem.observe.page.server, tandem.observe.samples_text, tandem.observe.report.report, "
         "tandem.serving.conversation, tandem.coordinator.commands.chat, tandem.coordinator.commands.samples\n"
         "print([name for name in ('torch', 'PIL', 'transformers') if name in sys.modules])"
     )

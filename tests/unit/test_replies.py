@@ -60,8 +60,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Frames, encode
 from tandem.coordinator.processes.registry import ProcessRegistry
-from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import SampleLimits
+from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.coordinator.scheduler.events import CommandErred, Event, ProcessJoined, ProcessLost, ProcessReplied
 from tandem.launch.admission import HeartbeatSettings, ListeningSocket
 from tandem.refit import layout

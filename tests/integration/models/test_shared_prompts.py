@@ -17,7 +17,7 @@ import transformers
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
 from tandem.samples.batch import SampleBatch, build_given_table
-from tandem.trainer.attention.preparing import prepare_to_share
+from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import pad
 from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights

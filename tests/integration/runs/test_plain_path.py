@@ -33,7 +33,7 @@ BY_THE_CLOCK = frozenset({"coordinator/observers/live_file.py"})
 """Files of what is done every second, and not by a step: only where steps are long is it in each of them."""
 ALTERNATIVES = {
     "coordinator/scheduler/groups/balanced.py": "the other assignment of groups",
-    "coordinator/scheduler/rules/missing_samples.py": "samples that were lost before they were fetched",
+    "coordinator/scheduler/rules/losing.py": "processes that were lost, and samples before they were fetched",
     "trainer/backends/megatron/held.py": "the other training backend",
     "trainer/backends/megatron/pipeline.py": "the other training backend",
     "trainer/backends/megatron/weights.py": "the other training backend",

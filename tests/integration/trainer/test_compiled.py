@@ -13,8 +13,7 @@ import torch
 import transformers
 from torch._dynamo.utils import counters
 
-from tandem.trainer.attention.preparing import use_attention
-from tandem.trainer.attention.rows import ATTENTION_NAME
+from tandem.trainer.attention import ATTENTION_NAME, use_attention
 from tandem.trainer.backends.compiling import compile_layers
 from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.harness.trainers.trainer_harness import make_config, make_groups, make_model, run_ranks, train_rank

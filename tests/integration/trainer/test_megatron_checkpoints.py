@@ -159,7 +159,7 @@ def test_nothing_is_pickled_and_what_is_lost_is_named(tmp_path: Path) -> None:
 
 
 def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> None:
-    from tandem.trainer.backends.megatron import checkpoints
+    from tandem.trainer.backends.megatron import held
 
     backend: Any = make_backend(config, checkpoint=None)
     take_step(backend, 0)
@@ -167,8 +167,8 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
         backend.save(folder).num_bytes.result()
         dist.barrier()
         policy = backend._held["policy", 0]
-        checkpoints.load_model(folder, policy.weights, "policy")
-        counts = checkpoints.load_optimizer(folder, policy.weights, policy.optimizer, "policy")
+        held.load_model(folder, policy.weights, "policy")
+        counts = held.load_optimizer(folder, policy.weights, policy.optimizer, "policy")
         assert counts.steps == 1
 
 

@@ -17,7 +17,7 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
 from tandem.samples.batch import SampleBatch
-from tandem.trainer.attention.preparing import explain_lookahead, explain_undivided, prepare_to_pack
+from tandem.trainer.attention import explain_lookahead, explain_undivided, prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import pad
 from tandem.trainer.models import has_linear_head

@@ -9,12 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import NODEFAULT
 
-from tandem.config.conform import config_type, field_of, list_struct_types
-from tandem.config.data_sets import place_data_sets
-from tandem.config.engine_kinds import ENGINE_KINDS
+from tandem.config import conform, data_sets, engine_kinds, problem, schema
 from tandem.config.named import DEFAULT_FIELDS, GENERATED, NAMED
-from tandem.config.problem import InvalidValue
-from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.schema.loss import MEAN_OF_SEQUENCES
 from tandem.config.shapes import choose_environment, name_packaged_tasks, rename_newer, reshape, reshape_model
@@ -48,7 +44,7 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
         tree |= _choose_algorithm(tree)
     reshape(tree)
     rename_newer(tree)
-    place_data_sets(tree)
+    data_sets.place_data_sets(tree)
     choose_environment(tree)
     name_packaged_tasks(tree)
 
@@ -107,17 +103,17 @@ def _copy_value(node: Any) -> Any:
 def _choose_algorithm(tree: dict[str, Any]) -> dict[str, str]:
     present = [name for name in SECTIONS if name in tree]
     if len(present) > 1:
-        raise InvalidValue("algorithm", f"required where several are configured ({', '.join(present)})")
+        raise problem.InvalidValue("algorithm", f"required where several are configured ({', '.join(present)})")
     return {"algorithm": present[0]} if present else {}
 
 
 def _look(tree: dict[str, Any], key: str, *, defaults: bool = True) -> Any:
     node: Any = tree
-    described: Any = config_type()
+    described: Any = conform.config_type()
     field: Any = None
     for part in key.split("."):
-        field = field_of(described, part) if described is not None else None
-        inner = list_struct_types(field.type) if field is not None else []
+        field = conform.field_of(described, part) if described is not None else None
+        inner = conform.list_struct_types(field.type) if field is not None else []
         described = inner[0] if inner else None
         node = node.get(part) if isinstance(node, dict) else None
     if node is None and defaults and field is not None and field.default is not NODEFAULT:
@@ -329,7 +325,7 @@ def _count_gpus(look: Look) -> tuple[int, int] | None:
 
 def _count_processes_of_others(look: Look) -> int:
     """Return the number of processes for models beside the policy."""
-    counts = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
+    counts = (look(f"{_PROCESSES_OF}.{model}") for model in schema.MODELS if model != "policy")
     return sum(num for num in counts if isinstance(num, int))
 
 
@@ -368,7 +364,7 @@ def _derive_trainers(look: Look) -> Any:
 
 def _derive_rollouts(look: Look) -> Any:
     """Return the number of engines that fit on the GPUs for generation; 1 for engines without GPUs."""
-    gpus, kind = _count_gpus(look), ENGINE_KINDS.get(look("policy.generation.backend"))
+    gpus, kind = _count_gpus(look), engine_kinds.ENGINE_KINDS.get(look("policy.generation.backend"))
     if gpus is None or kind is None or not kind.is_on_gpus:
         return 1
     sizes = [look(f"policy.generation.{key}") for key in kind.size_keys]

@@ -16,10 +16,7 @@ import msgspec
 from msgspec.inspect import DictType, Field, StructType, Type, VarTupleType
 
 from tandem.common.errors import listed
-from tandem.config.conform import config_type, describe_type, list_struct_types
-from tandem.config.derive import DERIVED
-from tandem.config.dump import FREE_ON_RESUME
-from tandem.config.schema import MODELS, ConfigSection
+from tandem.config import conform, derive, dump, schema
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET, UnsupportedKey
 
@@ -70,7 +67,7 @@ batches, memory, weight transfers. Both `plan` and `check` name the keys without
 
 def write_configuration_page() -> str:
     """Return the whole page as Markdown."""
-    sections = "\n".join(_write_sections(config_type(), "", 2, {}))
+    sections = "\n".join(_write_sections(conform.config_type(), "", 2, {}))
     return f"{INTRODUCTION}\n{sections}\n{_describe_not_built()}\n{_describe_resuming()}"
 
 
@@ -78,7 +75,7 @@ def read_field_docs(described: StructType) -> dict[str, str]:
     """Return the docstring under each field of a struct, by key; empty where there is none."""
     by_name: dict[str, str] = {}
     for section_class in reversed(described.cls.__mro__):
-        if issubclass(section_class, ConfigSection):
+        if issubclass(section_class, schema.ConfigSection):
             by_name |= _read_docs_within(section_class)
     return {field.encode_name: by_name[field.name] for field in described.fields}
 
@@ -88,7 +85,7 @@ def _parse_class(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
-def _read_docs_within(struct: type[ConfigSection]) -> dict[str, str]:
+def _read_docs_within(struct: type[schema.ConfigSection]) -> dict[str, str]:
     """Return the docstrings of the fields that a class itself defines, by field name."""
     (definition,) = (
         node
@@ -108,11 +105,11 @@ def list_nested_structs(prefix: str, described: StructType) -> Iterator[tuple[st
     for field in described.fields:
         key = f"{prefix}{field.encode_name}"
         if isinstance(field.type, DictType):
-            yield from ((f"{key}.NAME", inner) for inner in list_struct_types(field.type.value_type))
+            yield from ((f"{key}.NAME", inner) for inner in conform.list_struct_types(field.type.value_type))
         elif isinstance(field.type, VarTupleType):
-            yield from ((f"{key}[]", inner) for inner in list_struct_types(field.type.item_type))
+            yield from ((f"{key}[]", inner) for inner in conform.list_struct_types(field.type.item_type))
         else:
-            yield from ((key, inner) for inner in list_struct_types(field.type))
+            yield from ((key, inner) for inner in conform.list_struct_types(field.type))
 
 
 def _write_sections(described: StructType, key: str, level: int, key_by_struct: dict[type, str]) -> Iterator[str]:
@@ -128,8 +125,8 @@ def _write_sections(described: StructType, key: str, level: int, key_by_struct: 
     else:
         key_by_struct[described.cls] = key
         yield f"{'#' * level} {title}\n\n{_write_markdown(inspect.getdoc(described.cls) or '')}\n"
-        as_told = key in MODELS and key != MODELS[0]
-        yield from _write_table_of(_write_rows(described, key, besides=MODELS[0] if as_told else None))
+        as_told = key in schema.MODELS and key != schema.MODELS[0]
+        yield from _write_table_of(_write_rows(described, key, besides=schema.MODELS[0] if as_told else None))
     for name, inner in list_nested_structs(f"{key}." if key else "", described):
         yield from _write_sections(inner, name, min(level + 1, 4) if key else 2, key_by_struct)
 
@@ -150,7 +147,7 @@ def _write_rows(described: StructType, key: str, *, besides: str | None) -> list
         for field in described.fields
         if not isinstance(field.type, StructType)
     }
-    derived = {rule.key: rule.text for rule in DERIVED}
+    derived = {rule.key: rule.text for rule in derive.DERIVED}
     section, other_section = key.partition(".")[0], (besides or "").partition(".")[0]
     return [
         row
@@ -168,13 +165,13 @@ def _write_row(key: str, field: Field, doc: str) -> str:
 
 
 def _describe_type(described: Type) -> str:
-    return describe_type(described).replace("|", "\\|")
+    return conform.describe_type(described).replace("|", "\\|")
 
 
 def _describe_default(key: str, field: Field) -> str:
     if key == "algorithm":
         return f"the one of {listed(f'`{name}`' for name in ALGORITHMS)} with a section in the file"
-    derived = {rule.key: rule.text for rule in DERIVED}
+    derived = {rule.key: rule.text for rule in derive.DERIVED}
     if key in derived:
         return derived[key]
     if field.required:
@@ -219,7 +216,7 @@ def _write_table(rows: tuple[UnsupportedKey, ...]) -> str:
 
 
 def _describe_resuming() -> str:
-    keys = "\n".join(f"- `{key}`" for key in FREE_ON_RESUME)
+    keys = "\n".join(f"- `{key}`" for key in dump.FREE_ON_RESUME)
     return (
         "## What a resumed run may change\n\n"
         "`coordinator up CONFIG --resume` refuses a configuration that differs from that of the run in any key\n"

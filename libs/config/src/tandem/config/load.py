@@ -32,11 +32,10 @@ from msgspec import NODEFAULT
 from msgspec.inspect import StructType
 
 from tandem.common.errors import ConfigError, NotSupportedYet
-from tandem.config.checks import find_broken_rules
+from tandem.config import checks, hidden, megatron, nemo_eval
 from tandem.config.conform import complete_settings, config_type, conform
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escape_interpolations, make_plain
-from tandem.config.hidden import Look, RefusedSettings, add_hidden, remove_key, remove_wrong_keys
 from tandem.config.layers import (
     COMMAND_LINE,
     ConfigLayer,
@@ -47,8 +46,6 @@ from tandem.config.layers import (
     read_layers,
     split_key,
 )
-from tandem.config.megatron import find_missing_megatron, fit_megatron, unfit_megatron
-from tandem.config.nemo_eval import find_original_key, is_nemo_eval, translate
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 from tandem.config.unsupported import describe_refusal
@@ -65,8 +62,8 @@ _MOST_LOOKS = 20
 
 
 def remove_foreign(
-    layers: ConfigLayers, look: Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
-) -> tuple[dict[str, Any], Config | RefusedSettings]:
+    layers: ConfigLayers, look: hidden.Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[dict[str, Any], Config | hidden.RefusedSettings]:
     """Return settings without the keys of a newer release, which ``ignored`` lists then, and what `look` finds."""
     settings = layers.merged
     version = settings.get("nemo_rl_version")
@@ -81,7 +78,7 @@ def remove_foreign(
         fewer = settings
         foreign = [_restore_written(problem, settings) for problem in foreign]
         for problem in foreign:
-            fewer = remove_key(fewer, split_key(problem.key))
+            fewer = hidden.remove_key(fewer, split_key(problem.key))
         if fewer == settings:
             break
         listed = settings.get("ignored") or ()
@@ -186,15 +183,15 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def _read_any_layers(path: str | Path, overrides: Sequence[str]) -> tuple[ConfigLayers, Written | None]:
     """Return the layers of a run's configuration, or of an evaluation's in NeMo-RL's form, with what wrote its keys."""
     layers = read_layers(Path(path), overrides)
-    if not is_nemo_eval(layers.merged):
+    if not nemo_eval.is_nemo_eval(layers.merged):
         return layers, None
     try:
-        settings = translate(interpolate(layers.merged))
+        settings = nemo_eval.translate(interpolate(layers.merged))
     except InvalidValue as problem:
         raise ConfigError(f"{layers.source_of(problem.key)}: {problem.key}: {problem.text}") from None
 
     def written(key: str) -> tuple[str, str]:
-        eval_key = find_original_key(key)
+        eval_key = nemo_eval.find_original_key(key)
         return layers.source_of(eval_key), eval_key if layers.is_set(eval_key) else key
 
     layer = ConfigLayer(source=layers.main, settings=settings)
@@ -247,7 +244,7 @@ def valid_part(path: str | Path, overrides: Sequence[str] = ()) -> ValidPart | N
     try:
         layers, written = _read_any_layers(path, overrides)
         look = functools.partial(_look_through, to_run=True)
-        tree = remove_wrong_keys(remove_foreign(layers, look, interpolate)[0], look)
+        tree = hidden.remove_wrong_keys(remove_foreign(layers, look, interpolate)[0], look)
         tree = complete_settings(_remove_variables(interpolate(tree), tree), config_type(), _DERIVED)
         config = msgspec.convert(conform(complete_settings(fill(tree), config_type()), config_type(), ""), Config)
     except (ConfigError, InvalidValue, ArithmeticError, LookupError, TypeError, ValueError):
@@ -291,7 +288,7 @@ def changed_keys(earlier: Config, later: Config) -> list[str]:
 
 
 def _unfill_config(config: Config) -> dict[str, Any]:
-    return unfill(make_plain(unfit_megatron(config)))
+    return unfill(make_plain(megatron.unfit_megatron(config)))
 
 
 def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None) -> Config:
@@ -300,7 +297,7 @@ def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None
     merged, outcome = remove_foreign(layers, look, interpolate)
     if isinstance(outcome, Config):
         return outcome
-    outcome = add_hidden(outcome, merged, look)
+    outcome = hidden.add_hidden(outcome, merged, look)
     locate = written or (lambda key: (layers.source_of(key), layers.written(key)))
     foreign = {each for each in outcome.problems if is_foreign(each, layers)}
     is_told = is_newer(merged.get("nemo_rl_version"))  # a foreign key that another problem hid is no problem then
@@ -315,7 +312,7 @@ def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None
     raise ConfigError(*dict.fromkeys(lines))
 
 
-def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | RefusedSettings:
+def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | hidden.RefusedSettings:
     """Return the configuration of settings, or else the problems of the first stage that finds any.
 
     Features that are not supported yet hide no other problem.
@@ -328,13 +325,13 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | RefusedSe
         tree = conform(tree, config_type(), "")
         config = msgspec.convert(tree, Config)
         unsupported = describe_refusal(config) if to_run else None
-        config = fit_megatron(config, to_run=to_run)
-        problems = find_broken_rules(config)
-        problems.found = [*(find_missing_megatron(config) if to_run else ()), *problems.found]
+        config = megatron.fit_megatron(config, to_run=to_run)
+        problems = checks.find_broken_rules(config)
+        problems.found = [*(megatron.find_missing_megatron(config) if to_run else ()), *problems.found]
         problems.complain()
     except InvalidValue as problem:
-        return RefusedSettings(unsupported, problem.all)
-    return RefusedSettings(unsupported, ()) if unsupported else config
+        return hidden.RefusedSettings(unsupported, problem.all)
+    return hidden.RefusedSettings(unsupported, ()) if unsupported else config
 
 
 def interpolate(tree: dict[str, Any]) -> dict[str, Any]:

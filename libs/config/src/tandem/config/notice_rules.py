@@ -8,10 +8,8 @@ from typing import Any
 import msgspec
 
 from tandem.common.user_code import named
-from tandem.config.checks.adapters import list_adapted_experts
-from tandem.config.checks.numbers import find_ended_schedules, find_too_small_rates
-from tandem.config.checks.run import explain_never_validated
-from tandem.config.derive import DERIVED
+from tandem.config import derive, unread_keys, unsupported
+from tandem.config.checks import adapters, numbers, run
 from tandem.config.installed.sources import find_package
 from tandem.config.models.model_sizes import read_expert_sizes, read_model_config, read_model_sizes
 from tandem.config.models.vision_families import family_of
@@ -21,8 +19,6 @@ from tandem.config.schema import MODELS, Config, OptimizerConfig
 from tandem.config.schema.algorithms import DistillationLossConfig
 from tandem.config.schema.declarations import SECTIONS
 from tandem.config.schema.loss import OF_ANY_LOSS, LossFn
-from tandem.config.unread_keys import MODEL_ARGUMENTS, MOOT, list_keys, notice_data_keys
-from tandem.config.unsupported import find_value, list_without_effect
 
 _MEGATRON = "policy.megatron_cfg"
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
@@ -34,13 +30,13 @@ _OF_TRANSFORMER_ENGINE = {
 """Keys of ``policy.megatron_cfg`` that only Transformer Engine reads, with their neutral values."""
 
 
-_FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in DERIVED)
+_FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in derive.DERIVED)
 """Sections in which some keys follow other keys by default."""
 
 
 def notices(config: Config) -> list[str]:
     """Return all notices about a configuration, a line each."""
-    return [*(line for notice in _NOTICES for line in notice(config)), *list_without_effect(config)]
+    return [*(line for notice in _NOTICES for line in notice(config)), *unsupported.list_without_effect(config)]
 
 
 def _notice_ignored(config: Config) -> Iterator[str]:
@@ -66,7 +62,7 @@ def _notice_other_sections(config: Config) -> Iterator[str]:
 
 _OF_ENGINES = ("policy.generation", "refit")
 """Sections that only runs with engines read."""
-_DERIVED = frozenset(rule.key for rule in DERIVED)
+_DERIVED = frozenset(rule.key for rule in derive.DERIVED)
 
 
 def _notice_engines(config: Config) -> Iterator[str]:
@@ -74,7 +70,7 @@ def _notice_engines(config: Config) -> Iterator[str]:
     if config.declaration.rolls_out:
         return
     for name in _OF_ENGINES:
-        section = find_value(config, name)
+        section = unsupported.find_value(config, name)
         keys = sorted({key.partition(".")[0] for key in _list_changed(section, f"{name}.")})
         if keys:
             yield f"{name} ({', '.join(keys)}) has no effect: {config.declaration.title} generates nothing"
@@ -192,7 +188,7 @@ def _notice_adapters(config: Config) -> Iterator[str]:
         yield describe_without_effect(
             f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true"
         )
-    if read_expert_sizes(read_model_config(policy) or {}) is not None and not list_adapted_experts(config):
+    if read_expert_sizes(read_model_config(policy) or {}) is not None and not adapters.list_adapted_experts(config):
         yield f"{key}: routed experts have no adapters and stay as they are"
 
 
@@ -329,10 +325,10 @@ def _notice_seed(config: Config) -> Iterator[str]:
 
 def _notice_moot_keys(config: Config) -> Iterator[str]:
     """Yield the keys that NeMo-RL leaves to its own machinery, or to libraries that are not used here."""
-    for row in MOOT:
-        for key in list_keys(row, config):
-            value = find_value(config, key)
-            if key == MODEL_ARGUMENTS and family_of(config.policy) is not None:
+    for row in unread_keys.MOOT:
+        for key in unread_keys.list_keys(row, config):
+            value = unsupported.find_value(config, key)
+            if key == unread_keys.MODEL_ARGUMENTS and family_of(config.policy) is not None:
                 value = {name: each for name, each in value.items() if name != "freeze_config"}
             if value not in row.off:
                 yield describe_without_effect(key, value, row.reason)
@@ -414,7 +410,7 @@ def _notice_unranked(config: Config) -> Iterator[str]:
     """Yield a metric that would rank checkpoints if the run measured it, ever or in each step that saves one."""
     settings, reason, period = (
         config.checkpointing,
-        explain_never_validated(config),
+        run.explain_never_validated(config),
         config.algorithm_section.val_period,
     )
     metric = settings.metric_name
@@ -466,12 +462,12 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _notice_other_losses,
     _notice_joint_teachers,
     _notice_data_sets,
-    notice_data_keys,
+    unread_keys.notice_data_keys,
     _notice_vision,
     _notice_validation,
     _notice_lengths,
-    find_too_small_rates,
-    find_ended_schedules,
+    numbers.find_too_small_rates,
+    numbers.find_ended_schedules,
     _notice_unranked,
     _notice_puzzle,
     _notice_nodes,

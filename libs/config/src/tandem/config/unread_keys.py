@@ -8,18 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 from tandem.common.errors import nearest
+from tandem.config import named
 from tandem.config.models.model_sizes import read_model_config
 from tandem.config.models.vision_families import family_of
-from tandem.config.named import (
-    DEFAULT_FIELDS,
-    GENERATED,
-    HUB_FILES,
-    MULTIPLE_CHOICE,
-    NAMED,
-    TEXT_FILES,
-    holds_texts,
-    is_local,
-)
 from tandem.config.problem import describe_without_effect
 from tandem.config.schema import MODELS, Config, DataConfig
 from tandem.config.schema.data import OF_EACH_SET
@@ -199,9 +190,9 @@ class DataView(msgspec.Struct, frozen=True):
     @property
     def kind(self) -> RowKind:
         """The form of its items."""
-        if self.name in GENERATED or self.name in PACKAGED:
+        if self.name in named.GENERATED or self.name in PACKAGED:
             return "generated"
-        if holds_texts(self.name):
+        if named.holds_texts(self.name):
             return "texts"
         if self.config.declaration.learns_preferences:
             return "preferences"
@@ -255,15 +246,17 @@ DATA_KEYS = (
     DataKey(("text_key", "characters_per_sample"), _of_kinds("texts"), "only arrow_text is raw text"),
     DataKey(("image_key",), _of_kinds("problems", "conversations", "preferences"), "only rows have images"),
     DataKey(("max_image_pixels",), lambda view: _may_see(view.config), "policy.model_name is a text model"),
-    DataKey(("task_params",), lambda view: view.name in GENERATED, "only problems that are generated have parameters"),
+    DataKey(
+        ("task_params",), lambda view: view.name in named.GENERATED, "only problems that are generated have parameters"
+    ),
     DataKey(
         ("train_data_path",),
-        lambda view: is_local(view.name) or holds_texts(view.name) or _has_copies(view),
+        lambda view: named.is_local(view.name) or named.holds_texts(view.name) or _has_copies(view),
         "data.dataset_name decides, and only that of a file, such as jsonl, reads one",
     ),
     DataKey(
         ("val_data_path",),
-        lambda view: is_local(view.name),
+        lambda view: named.is_local(view.name),
         "data.dataset_name decides, and only that of a file, such as jsonl, reads one",
     ),
     DataKey(
@@ -326,13 +319,17 @@ def _may_see(config: Config) -> bool:
 def _is_of_files(view: DataView) -> bool:
     """Tell whether rows are read from files, here or below ``hf://``."""
     place = str(view.data.train_data_path)
-    return place.endswith(TEXT_FILES) or place.startswith(HUB_FILES) if view.kind == "texts" else is_local(view.name)
+    return (
+        place.endswith(named.TEXT_FILES) or place.startswith(named.HUB_FILES)
+        if view.kind == "texts"
+        else named.is_local(view.name)
+    )
 
 
 def _has_copies(view: DataView) -> bool:
     """Tell whether the user may have a copy of a data set that is known by name."""
-    named = NAMED.get(view.name)
-    return named is not None and bool(named.splits)
+    data_set = named.NAMED.get(view.name)
+    return data_set is not None and bool(data_set.splits)
 
 
 _OF_EACH_SET = {name: name for name in OF_EACH_SET} | {"train_data_path": "data_path"}
@@ -342,11 +339,11 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(DataC
 
 def _default(name: str, dataset_name: str) -> Any:
     """Return the value of a key that is not set."""
-    named = NAMED.get(dataset_name)
-    if named is not None and name in named.keys:
-        return named.keys[name]
+    data_set = named.NAMED.get(dataset_name)
+    if data_set is not None and name in data_set.keys:
+        return data_set.keys[name]
     plain = _DEFAULTS[name]
-    return DEFAULT_FIELDS.get(name) if plain is msgspec.NODEFAULT else plain
+    return named.DEFAULT_FIELDS.get(name) if plain is msgspec.NODEFAULT else plain
 
 
 def notice_data_keys(config: Config) -> Iterator[str]:
@@ -373,6 +370,6 @@ def notice_data_keys(config: Config) -> Iterator[str]:
                 f"it is none of NeMo-RL's functions, and other keys describe the rows{nearest(processor, PROCESSORS)}"
             )
             yield describe_without_effect(f"{view.key}.processor", processor, reason)
-        elif processor == MULTIPLE_CHOICE and view.kind != "problems":
+        elif processor == named.MULTIPLE_CHOICE and view.kind != "problems":
             reason = "only rows with a question have choices"
             yield describe_without_effect(f"{view.key}.processor", processor, reason)

@@ -10,12 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.config.installed import vllm_arguments
+from tandem.config import engine_kinds, installed, shapes
 from tandem.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
 from tandem.config.problem import shown
 from tandem.config.schema import Config
-from tandem.config.shapes import ELSEWHERE
 
 Asks = Callable[[Config], bool]
 
@@ -123,7 +121,7 @@ NOT_SUPPORTED_YET = (
     UnsupportedKey("loss_fn.xtoken_loss", (False,), _distils),
     *_of_the_policy_alone("value"),
     *_of_the_policy_alone("teacher"),
-    UnsupportedKey("policy.generation.backend", tuple(ENGINE_KINDS), _rolls_out),
+    UnsupportedKey("policy.generation.backend", tuple(engine_kinds.ENGINE_KINDS), _rolls_out),
     UnsupportedKey("policy.generation.quant_cfg", (None,), _rolls_out),
     UnsupportedKey("policy.generation.real_quant", (False,), _rolls_out),
     UnsupportedKey(f"{_VLLM_CFG}.precision", _PRECISIONS, _vllm),
@@ -182,9 +180,9 @@ def _list_of_engines(config: Config) -> Iterator[str]:
             f"{_VLLM_CFG}.expert_parallel_size ({vllm.expert_parallel_size}: neither 1 nor tensor_parallel_size, "
             f"which is {vllm.tensor_parallel_size})"
         )
-    method = vllm_arguments.find_unbuilt_draft_method(config.policy.generation.vllm_kwargs)
+    method = installed.vllm_arguments.find_unbuilt_draft_method(config.policy.generation.vllm_kwargs)
     if method is not None:
-        yield f"policy.generation.vllm_kwargs.{vllm_arguments.SPECULATION} ({method})"
+        yield f"policy.generation.vllm_kwargs.{installed.vllm_arguments.SPECULATION} ({method})"
 
 
 def _list_not_built(config: Config) -> Iterator[str]:
@@ -194,7 +192,7 @@ def _list_not_built(config: Config) -> Iterator[str]:
         entry = config.env.get(environment)
         if entry is None or entry.is_custom:
             continue
-        if environment in ELSEWHERE:
+        if environment in shapes.ELSEWHERE:
             yield f"env.{environment}"
     is_of_evaluations = config.evaluates and config.data.dataset_name.lower() in NOT_BUILT_EVALUATIONS
     if config.data.dataset_name in _DATA_SETS or is_of_evaluations:

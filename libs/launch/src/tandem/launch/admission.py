@@ -17,26 +17,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.common import wire
+from tandem.common import messages, wire
 from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import VersionMismatch, WireError
 from tandem.common.keys import Key, RunKeys
-from tandem.common.messages import (
-    MAX_NAME,
-    MAX_TEXT,
-    Hello,
-    KeyAccepted,
-    Refused,
-    ServiceKind,
-    Shutdown,
-    TrainerKeys,
-    Welcome,
-)
 from tandem.common.texts import shorten
 from tandem.launch.child import LaunchedProcess
 from tandem.launch.known_processes import KnownProcesses
 
-_hello_codec: wire.MessageCodec[Hello] = wire.MessageCodec(Hello)
+_hello_codec: wire.MessageCodec[messages.Hello] = wire.MessageCodec(messages.Hello)
 _ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
 _MOST_REGISTERED = 10_000
 _MOST_ROLLOUTS = 1_000_000
@@ -46,14 +35,16 @@ _MOST_ROLLOUTS = 1_000_000
 class ReservedNames:
     """The names that the run has, and the keys that they are reserved for."""
 
-    def __init__(self, expected: dict[ServiceKind, int], max_rollouts: int | None, admitted: AdmittedKeys) -> None:
+    def __init__(
+        self, expected: dict[messages.ServiceKind, int], max_rollouts: int | None, admitted: AdmittedKeys
+    ) -> None:
         """`max_rollouts` is the most engines at once, if the run has any; None sets no limit.
 
         Keys are admitted in `admitted`, and removed from it.
         """
         self._expected = expected
         self._admitted = admitted
-        self._places: dict[ServiceKind, range] = {kind: range(count) for kind, count in expected.items()}
+        self._places: dict[messages.ServiceKind, range] = {kind: range(count) for kind, count in expected.items()}
         if expected.get("rollout"):
             self._places["rollout"] = range(_MOST_ROLLOUTS if max_rollouts is None else max_rollouts)
         self._registered: dict[Key, None] = {}
@@ -92,7 +83,7 @@ class ReservedNames:
         kind, _, index = name.rpartition("-")
         return any(kind == expected and int(index) < count for expected, count in self._expected.items())
 
-    def find(self, hello: Hello, key: Key, present: Container[str]) -> str | None:
+    def find(self, hello: messages.Hello, key: Key, present: Container[str]) -> str | None:
         """Return the name for a process that says hello; None if there is no place. `present` are those that joined."""
         if key in self._reserved:
             name = self._reserved[key]
@@ -131,17 +122,17 @@ class ReservedNames:
             del self._reserved[key]
             self._admitted.remove(key)
 
-    def refusal(self, hello: Hello) -> Refused:
+    def refusal(self, hello: messages.Hello) -> messages.Refused:
         """Describe why there is no place for a process."""
         num_places = len(self._places.get(hello.service, range(0)))
         limit_note = " (cluster.max_rollouts)" if num_places > self._expected.get(hello.service, 0) else ""
         processes = f"{num_places} {hello.service} process{'' if num_places == 1 else 'es'}{limit_note}"
         if hello.index is None:
-            return Refused(reason=f"the run has its {processes} already")
+            return messages.Refused(reason=f"the run has its {processes} already")
         if hello.index < num_places:
-            return Refused(reason=f"{hello.service}-{hello.index} is in the run already")
+            return messages.Refused(reason=f"{hello.service}-{hello.index} is in the run already")
         reason = f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
-        return Refused(reason=reason, is_for_good=True)
+        return messages.Refused(reason=reason, is_for_good=True)
 
     # --- processes of an earlier coordinator -------------------------------------------------------------------------
 
@@ -202,7 +193,7 @@ class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RegisteredProcess:
     """One admitted process."""
 
-    def __init__(self, hello: Hello, name: str, peer: wire.HubPeer, now: float) -> None:
+    def __init__(self, hello: messages.Hello, name: str, peer: wire.HubPeer, now: float) -> None:
         self.hello = hello
         self.name = name
         self.peer = peer
@@ -264,14 +255,16 @@ class RunAdmission:
     def admit(self, peer: wire.HubPeer, frames: wire.Frames, present: Container[str]) -> RegisteredProcess | None:
         """Welcome or reject a process that says hello; drop anything else. `present` are those that joined."""
         if self._names.is_sent_away(peer.key):
-            self._hub.send(peer, wire.encode(Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
+            self._hub.send(peer, wire.encode(messages.Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
             return None
         try:
             wire.check_version(frames[0])
             hello = _hello_codec.decode(frames).message
-            hello = msgspec.structs.replace(hello, host=shorten(hello.host, MAX_NAME))
+            hello = msgspec.structs.replace(hello, host=shorten(hello.host, messages.MAX_NAME))
         except VersionMismatch as mismatch:
-            self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT], is_for_good=True)))
+            self._hub.send(
+                peer, wire.encode(messages.Refused(reason=str(mismatch)[: messages.MAX_TEXT], is_for_good=True))
+            )
             return None
         except WireError:
             return None
@@ -285,16 +278,16 @@ class RunAdmission:
             return None
         if hello.registers is not None:
             self._names.register(hello.registers)
-            self._hub.send(peer, wire.encode(KeyAccepted()))
+            self._hub.send(peer, wire.encode(messages.KeyAccepted()))
             return None
         return self._welcome(peer, hello, name)
 
-    def _welcome(self, peer: wire.HubPeer, hello: Hello, name: str) -> RegisteredProcess:
+    def _welcome(self, peer: wire.HubPeer, hello: messages.Hello, name: str) -> RegisteredProcess:
         self._names.take(name, peer.key)
         if self._known is not None:
             self._known.note(name, peer.key)
         run = self._run
-        welcome = Welcome(
+        welcome = messages.Welcome(
             name=name,
             index=int(name.rpartition("-")[2]),
             run_id=run.run_id,
@@ -329,7 +322,7 @@ class KeysOfTrainers:
 
     def tell(self) -> None:
         """Tell engines which trainers may fetch samples."""
-        message = wire.encode(TrainerKeys(number=self._number, public_keys=self.admitted.keys()))
+        message = wire.encode(messages.TrainerKeys(number=self._number, public_keys=self.admitted.keys()))
         for process in self._processes.values():
             if process.hello.service == "rollout" and process.trainer_keys < self._number:
                 self._hub.send(process.peer, message)

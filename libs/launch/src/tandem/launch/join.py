@@ -15,9 +15,7 @@ import msgspec
 from tandem.common import signals
 from tandem.common.errors import NotAdmitted
 from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
-from tandem.launch.child import LaunchedProcess, select_within
-from tandem.launch.launch import LocalProcesses, ProcessCredentials
-from tandem.launch.nodes import NodeShare
+from tandem.launch import child, launch, nodes
 
 _POLL_S = 0.1
 _RETRY_S = 2.0
@@ -31,10 +29,10 @@ class ByKeyFile(msgspec.Struct, frozen=True, kw_only=True):
     key_file: Path
     timeout_s: float
 
-    def __call__(self, number: int) -> ProcessCredentials:
+    def __call__(self, number: int) -> launch.ProcessCredentials:
         """Return the credentials of one process."""
         words = ("--coordinator", self.coordinator, "--key-file", str(self.key_file), "--index", str(number))
-        return ProcessCredentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
+        return launch.ProcessCredentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
 
 
 class JoinLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +52,7 @@ class NodeProcesses:
     """The services of one node."""
 
     def __init__(
-        self, node: NodeShare, processes: LocalProcesses, limits: JoinLimits, say: Callable[[str], None]
+        self, node: nodes.NodeShare, processes: launch.LocalProcesses, limits: JoinLimits, say: Callable[[str], None]
     ) -> None:
         self._processes = processes
         self._limits = limits
@@ -64,7 +62,7 @@ class NodeProcesses:
         """Times of each process's losses."""
         self._asks_since: dict[str, float] = {}
         """Since when each process has gone without admission, as far as this node knows."""
-        self._again_at: dict[str, tuple[float, LaunchedProcess]] = {}
+        self._again_at: dict[str, tuple[float, child.LaunchedProcess]] = {}
         self._end_by: float | None = None
         self.failures: list[str] = []
         """Processes that ended before the run did, one line each."""
@@ -92,7 +90,7 @@ class NodeProcesses:
     def _is_over(self) -> bool:
         return self._end_by is not None and time.monotonic() >= self._end_by
 
-    def _stays_away(self, launched: LaunchedProcess) -> bool:
+    def _stays_away(self, launched: child.LaunchedProcess) -> bool:
         """Decide what to do about an ended process; return True if it has no place in the run any more."""
         code, now = launched.process.wait(0.0), time.monotonic()
         if code == 0 or self._end_by is not None:
@@ -120,7 +118,7 @@ class NodeProcesses:
     def _num_lost(self, now: float) -> int:
         """Return the least number of losses that the run counts: trainers restarted together count as one."""
         window_s = self._limits.replacement_window_s
-        losses = {name: len(select_within(window_s, now, times)) for name, times in self._losses.items()}
+        losses = {name: len(child.select_within(window_s, now, times)) for name, times in self._losses.items()}
         of_trainers = [count for name, count in losses.items() if name.startswith("trainer-")]
         return sum(losses.values()) - sum(of_trainers) + max(of_trainers, default=0)
 

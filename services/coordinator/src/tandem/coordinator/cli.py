@@ -8,9 +8,8 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
 
 from tandem.common import descriptors, errors, gc_tuning, kept_inputs, outputs
 from tandem.common.distribution import version
@@ -21,17 +20,12 @@ from tandem.coordinator.commands import (
     chat,
     check,
     completion,
-    diagnose,
     doctor,
     eval,
     init,
     join,
-    keys,
-    merge,
-    note,
+    models,
     plan,
-    push,
-    refits,
     report,
     runs,
     samples,
@@ -39,17 +33,49 @@ from tandem.coordinator.commands import (
     up,
     view,
 )
-from tandem.coordinator.commands.arguments import NEWER, CarryOut
+from tandem.coordinator.commands.arguments import NEWER, CarryOut, Commands
 from tandem.coordinator.replaying import replay
 from tandem.coordinator.sweeping import sweep
 from tandem.coordinator.tinker import tinker
 
-GROUPS: dict[str, tuple[ModuleType, ...]] = {
-    "start a run": (init, check, plan, up, sweep, replay),
-    "look at a run": (view, samples, diagnose, bisect, report, runs, note, refits),
-    "weights and models": (eval, chat, serve, tinker, merge, push),
-    "machines": (doctor, slurm, kubernetes, ray, join, keys),
-    "shell": (completion,),
+AddCommand: TypeAlias = Callable[[Commands], None]
+"""Declares a command, and the function that carries it out."""
+GROUPS: dict[str, dict[str, AddCommand]] = {
+    "start a run": {
+        "init": init.add,
+        "check": check.add,
+        "plan": plan.add,
+        "up": up.add,
+        "sweep": sweep.add,
+        "replay": replay.add,
+    },
+    "look at a run": {
+        "view": view.add,
+        "samples": samples.add,
+        "diagnose": report.add_diagnose,
+        "bisect": bisect.add,
+        "report": report.add_report,
+        "runs": runs.add_runs,
+        "note": runs.add_note,
+        "refits": report.add_refits,
+    },
+    "weights and models": {
+        "eval": eval.add,
+        "chat": chat.add,
+        "serve": serve.add,
+        "tinker": tinker.add,
+        "merge": models.add_merge,
+        "push": models.add_push,
+    },
+    "machines": {
+        "doctor": doctor.add,
+        "slurm": slurm.add,
+        "kubernetes": kubernetes.add,
+        "ray": ray.add,
+        "join": join.add_join,
+        "keys": join.add_keys,
+    },
+    "shell": {"completion": completion.add},
 }
 """Commands by purpose, in the order in which a newcomer meets them."""
 _LASTING = frozenset({"up", "sweep", "replay", "bisect", "view", "eval", "serve", "tinker", "ray", "join"})
@@ -155,8 +181,7 @@ class _GroupedHelp(argparse.HelpFormatter):
             return super()._format_action(action)
         lines = {command.dest: f"    {command.dest:12}{command.help}\n" for command in action._choices_actions}
         return "".join(
-            f"  {purpose}:\n{''.join(lines[_name_of(module)] for module in modules)}"
-            for purpose, modules in GROUPS.items()
+            f"  {purpose}:\n{''.join(map(lines.__getitem__, commands))}" for purpose, commands in GROUPS.items()
         )
 
 
@@ -165,7 +190,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in EXAMPLES:
-        groups = "\n".join(f"  {purpose}: {', '.join(map(_name_of, modules))}" for purpose, modules in GROUPS.items())
+        groups = "\n".join(f"  {purpose}: {', '.join(commands)}" for purpose, commands in GROUPS.items())
         parser.error(f"there is no command {words[0]!r}{errors.nearest(words[0], EXAMPLES)}\n{groups}")
     arguments, extra_words = parser.parse_known_args(argv)
     unknown = [word for word in extra_words if word.startswith("-") or "=" not in word or "overrides" not in arguments]
@@ -185,7 +210,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="coordinator",
         description="Tandem: post-training for language models.",
         formatter_class=_GroupedHelp,
@@ -193,19 +218,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     title = "commands, each with its own --help"
     commands = parser.add_subparsers(title=title, dest="command", required=True, metavar="COMMAND")
-    for module in itertools.chain.from_iterable(GROUPS.values()):
-        module.add(commands)
+    for add in itertools.chain.from_iterable(group.values() for group in GROUPS.values()):
+        add(commands)
     parser.set_defaults(root=parser)
     return parser
 
 
-def _name_of(module: ModuleType) -> str:
-    return module.__name__.rpartition(".")[2]
-
-
 def _name_other_command(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return what to say of a configuration that only ``coordinator tinker`` takes; nothing of any other."""
-    if arguments.command == _name_of(tinker) or "overrides" not in arguments or not getattr(arguments, "config", None):
+    if arguments.command == "tinker" or "overrides" not in arguments or not getattr(arguments, "config", None):
         return ()
     from tandem.coordinator.tinker.driving import is_for_clients
 

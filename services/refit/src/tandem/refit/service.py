@@ -12,10 +12,8 @@ from typing import TypeVar, assert_never
 
 import msgspec
 
-from tandem.common import messages
+from tandem.common import messages, wire, worker_shards
 from tandem.common.errors import RefitError
-from tandem.common.wire import Arrays
-from tandem.common.worker_shards import process_of
 from tandem.config.schema.run import LinkRates
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout, planner, program
@@ -45,7 +43,7 @@ class RefitService:
         self._source_digests: dict[str, Digests] = {}
         """The trainers' digests of `version`."""
 
-    def handle(self, command: messages.RefitCommand, arrays: Arrays) -> None:
+    def handle(self, command: messages.RefitCommand, arrays: wire.Arrays) -> None:
         """Execute one command."""
         match command:
             case messages.PlanTransfers():
@@ -105,7 +103,7 @@ class RefitService:
         engines: dict[str, dict[str, Held]] = {}
         for shard, destination in self._destinations.items():
             if shard in digests:
-                engines.setdefault(process_of(shard), {})[shard] = destination, digests[shard]
+                engines.setdefault(worker_shards.process_of(shard), {})[shard] = destination, digests[shard]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
 
 
@@ -135,7 +133,9 @@ def _plan_transfers(
     reply = messages.TransfersPlanned(
         command_id=command.command_id,
         programs={member: program.encode(each) for member, each in _programs(plan, rates, differences).items()},
-        senders=tuple(dict.fromkeys(process_of(shard) for shard, each in plan.programs.items() if each.sends)),
+        senders=tuple(
+            dict.fromkeys(worker_shards.process_of(shard) for shard, each in plan.programs.items() if each.sends)
+        ),
         transfer_groups=tuple(
             messages.PlannedTransferGroup(
                 name=transfer_group.name, members=transfer_group.members, device_type=transfer_group.device_type

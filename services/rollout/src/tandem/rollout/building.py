@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 from tandem.common.messages import BuildEngine, EngineBuilt, Listener, RewardServer
 from tandem.common.network import find_address_towards
-from tandem.config import Config
+from tandem.config import Config, placement, threads
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.config.placement import count_gpus_per_engine
-from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.nvml import GpuMonitor
 from tandem.refit import layout
@@ -22,11 +20,9 @@ from tandem.rollout.engines.factory import find_factory
 from tandem.rollout.environments.program import RewardProgram
 from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.rollout.parts import RolloutParts
+from tandem.samples import model_files, routed_experts, sample_store
 from tandem.samples.images.reading import ImageLimits
 from tandem.samples.images.rows import image_folder
-from tandem.samples.model_files import load_tokenizer
-from tandem.samples.routed_experts import RoutedExperts
-from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,11 +33,13 @@ if TYPE_CHECKING:
     from tandem.samples.images.fetching import ImageFetcher
 
 
-def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedExperts | None) -> RolloutParts:
+def build_parts(
+    command: BuildEngine, context: ServiceContext, experts: routed_experts.RoutedExperts | None
+) -> RolloutParts:
     """Build all that a run's configuration asks for, in the order in which they need each other."""
     config, host = context.config, find_address_towards(context.coordinator)
-    limit_threads(config, "rollouts")
-    tokenizer = load_tokenizer(config)
+    threads.limit_threads(config, "rollouts")
+    tokenizer = model_files.load_tokenizer(config)
     with contextlib.ExitStack() as stack:  # closes what is there if the rest cannot be built
         environments = None
         if config.agent is None:
@@ -67,13 +65,13 @@ def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedEx
         else:
             parts.agents = _make_agents(parts, config, host)
             stack.callback(parts.agents.close)
-        if num_gpus := count_gpus_per_engine(config):
+        if num_gpus := placement.count_gpus_per_engine(config):
             parts.gpus = GpuMonitor(config.logger)
             parts.gpus.begin(0, num_gpus)
             stack.callback(parts.gpus.close)
         # After engine and agents: processes that they fork must not hold the socket.
         max_tokens = config.policy.generation.max_stored_tokens
-        parts.store = SampleStore(host, context.run_id, max_tokens, context.trainers)
+        parts.store = sample_store.SampleStore(host, context.run_id, max_tokens, context.trainers)
         stack.callback(parts.store.close)
         if tokenizer.sees:
             parts.images = _make_fetcher(command, context, parts.store)
@@ -135,7 +133,7 @@ def _make_external_requests(
     return ExternalRequests(context.config, engine, tokenizer, host, context.wake, images)
 
 
-def _make_fetcher(command: BuildEngine, context: ServiceContext, store: SampleStore) -> ImageFetcher:
+def _make_fetcher(command: BuildEngine, context: ServiceContext, store: sample_store.SampleStore) -> ImageFetcher:
     """Return the way to images that the run's folder lacks here; trainers are given those that it has."""
     from tandem.samples.images.fetching import ImageFetcher, answer
 
@@ -147,7 +145,11 @@ def _make_fetcher(command: BuildEngine, context: ServiceContext, store: SampleSt
 
 
 def _make_recorder(
-    folder: Path, context: ServiceContext, store: SampleStore, tokenizer: Tokenizer, experts: RoutedExperts | None
+    folder: Path,
+    context: ServiceContext,
+    store: sample_store.SampleStore,
+    tokenizer: Tokenizer,
+    experts: routed_experts.RoutedExperts | None,
 ) -> SampleRecorder:
     # Importing Arrow starts threads, and services are forked by a process that must have none.
     from tandem.rollout.sample_recorder import SampleRecorder

@@ -17,11 +17,9 @@ from tandem.common.messages import ImageRef, PromptGroup, SampleScored, Sampling
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import UnscoredResponse
+from tandem.samples import chat_templates, routed_experts, sampling_masks
 from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch
-from tandem.samples.chat_templates import Messages
 from tandem.samples.images.columns import image_columns
-from tandem.samples.routed_experts import COLUMN, RoutedExperts
-from tandem.samples.sampling_masks import SamplingMasks, mask_columns
 
 FinishReason = Literal["stop", "length", "turns"]
 _Part = tuple[Int32s, Bools, Float32s, Int32s]
@@ -32,7 +30,12 @@ class SampleConversation:
     """One sample of a prompt group."""
 
     def __init__(
-        self, group: PromptGroup, sample: int, experts: RoutedExperts | None = None, *, keeps_masks: bool = False
+        self,
+        group: PromptGroup,
+        sample: int,
+        experts: routed_experts.RoutedExperts | None = None,
+        *,
+        keeps_masks: bool = False,
     ) -> None:
         """Begin with the prompt. `experts` describe the routing that the engine reports for each token, if it does;
         with `keeps_masks` the sample has sampling masks.
@@ -43,7 +46,7 @@ class SampleConversation:
         self._routed: list[NDArray[np.uint8]] = []
         """Expert routing of each response."""
         self._keeps_masks = keeps_masks
-        self._masks: list[tuple[int, SamplingMasks | None]] = []
+        self._masks: list[tuple[int, sampling_masks.SamplingMasks | None]] = []
         """Sampling masks of each response, with the place of its first token."""
         self.messages: list[Mapping[str, Any]] = []
         """Messages after the prompt."""
@@ -100,7 +103,9 @@ class SampleConversation:
         mask_T = np.ones(num_tokens, dtype=np.bool_)
         self._parts.append((completion.token_ids_T, mask_T, completion.logprobs_T, completion.versions_T))
 
-    def add_answer(self, messages: Messages, token_ids: list[int], images: tuple[ImageRef, ...] | None = None) -> None:
+    def add_answer(
+        self, messages: chat_templates.Messages, token_ids: list[int], images: tuple[ImageRef, ...] | None = None
+    ) -> None:
         """Append the environment's reply, as the tokens that lead from the last response to the next one."""
         self._before_answer = (len(self.messages), len(self._token_ids), len(self._images or ()))
         if self._images is not None:
@@ -150,7 +155,11 @@ class SampleConversation:
             timed_out=unscored is not None and unscored.timed_out,
             dropped=unscored is not None and unscored.dropped,
         )
-        routed = {} if self._experts is None else {COLUMN: self._experts.of_sequence(self._routed, self.num_tokens)}
+        routed = (
+            {}
+            if self._experts is None
+            else {routed_experts.COLUMN: self._experts.of_sequence(self._routed, self.num_tokens)}
+        )
         arrays = SampleBatch(
             lengths_S=np.array([len(token_ids_T)], dtype=np.int32),
             token_ids_T=token_ids_T,
@@ -158,7 +167,7 @@ class SampleConversation:
             generation_logprobs_T=logprobs_T,
             versions_T=versions_T,
             **routed,
-            **(mask_columns(self.num_tokens, self._masks) if self._keeps_masks else {}),
+            **(sampling_masks.mask_columns(self.num_tokens, self._masks) if self._keeps_masks else {}),
             **({} if self._images is None else image_columns([self._images])),
         )
         return sample, arrays

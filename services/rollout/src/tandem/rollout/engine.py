@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import ImageRef, SamplingParameters
+from tandem.refit import holder, program, transfer
 from tandem.refit.digests.slices import ElementSampling
-from tandem.refit.holder import InstalledPrograms, RunningDigest
 from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram
-from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import GroupStore
 from tandem.samples.sampling_masks import SamplingMasks
 
@@ -143,14 +141,14 @@ class Engine(Protocol):
         """Describe the weights that each of its slices wants, read from the live parameters."""
         ...
 
-    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
+    def install(self, programs: Sequence[program.TransferProgram]) -> holder.InstalledPrograms:
         """Bind the program of each slice to its parameters, replacing the previous one.
 
         The engine holds no version until `apply`. Raises `RefitError`.
         """
         ...
 
-    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
+    def connect(self, transfer_group: transfer.TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Join a transfer group over which the installed programs stream weights. Raises `RefitError`."""
         ...
 
@@ -182,7 +180,7 @@ class Engine(Protocol):
         """Do nothing: only trainers send differences."""
         ...
 
-    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
+    def digest_task(self, sampling: ElementSampling | None) -> holder.RunningDigest:
         """Return a task that digests the weights in use (`tandem.refit.digests.task`), beside other work."""
         ...
 

@@ -31,12 +31,10 @@ from tandem.common.errors import SamplesError, WireError
 from tandem.common.numeric import bound
 from tandem.common.values import question_text, text_of
 from tandem.launch.service import ServiceContext
+from tandem.samples import recorded_shards, routed_experts, sample_store
 from tandem.samples.batch import SampleBatch
-from tandem.samples.recorded_shards import read_shard, samples_of
-from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.samples.sample_record import IMAGES, ROLE_REWARDS, ROLES, SAMPLING_MASKS, RecordedSample, schema_with
-from tandem.samples.sample_store import SampleStore
 from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, write_shard
 from tandem.samples.tokenizer import Tokenizer
 
@@ -50,7 +48,7 @@ def restored(
     run_id: str,
     rollout: str,
     vocabulary: int,
-    experts: RoutedExperts | None,
+    experts: routed_experts.RoutedExperts | None,
     *,
     keeps_masks: bool = False,
 ) -> list[RecordedSample]:
@@ -74,7 +72,7 @@ def restored(
             command_id=command.command_id,
             advantage=None,
             scored=bound(sample.scored),
-            arrays=as_trained_on(sample.arrays, experts, keeps_masks=keeps_masks),
+            arrays=routed_experts.as_trained_on(sample.arrays, experts, keeps_masks=keeps_masks),
         )
         for name, groups in command.files.items()
         for sample in _read(folder / name, groups, run_id, vocabulary)
@@ -88,10 +86,10 @@ def restored(
 def _read(path: Path, groups: Sequence[tuple[int, int]], run_id: str, vocabulary: int) -> list[RecordedSample]:
     """Return the samples of some groups in a file of the rollout log. Raises `SamplesError`."""
     group_keys = {*groups}
-    read = read_shard if path.suffix == SHARD else read_unfinished
+    read = recorded_shards.read_shard if path.suffix == SHARD else read_unfinished
     table = read(path, run_id)
     rows = [row for row, (command_id, group, _) in enumerate(keys_of(table)) if (command_id, group) in group_keys]
-    samples = samples_of(table.take(rows))
+    samples = recorded_shards.samples_of(table.take(rows))
     for sample in samples:
         try:
             sample.arrays.check_samples(vocabulary)
@@ -156,10 +154,10 @@ class SampleRecorder:
         self,
         folder: Path,
         context: ServiceContext,
-        store: SampleStore,
+        store: sample_store.SampleStore,
         tokenizer: Tokenizer,
         vocabulary: int,
-        experts: RoutedExperts | None = None,
+        experts: routed_experts.RoutedExperts | None = None,
         pictures: MarkedTexts | None = None,
     ) -> None:
         """Write below `folder`, which is made with the first sample.
@@ -296,7 +294,7 @@ class SampleRecorder:
         shard = shard_path(self._folder, command.step, command.rollout, command.purpose)
         tables = [read_unfinished(path, self._context.run_id) for path in of_rollout]
         if shard.exists():  # the command has come before
-            tables.append(read_shard(shard, self._context.run_id))
+            tables.append(recorded_shards.read_shard(shard, self._context.run_id))
         advantages = {
             (group.command_id, group.group, sample): advantage
             for group in command.groups

@@ -121,7 +121,7 @@ class RolloutService:
         if parts.agents is None:
             self._generating = RunningGenerations(self._context, parts, experts)
         else:
-            from tandem.rollout.agents.playing import AgentGenerations  # it serves HTTP
+            from tandem.rollout.agents.agents import AgentGenerations  # it serves HTTP
 
             self._generating = AgentGenerations(self._context, parts, experts, parts.agents)
         self._context.reply(command.command_id, engine_built(command, parts))

@@ -23,12 +23,10 @@ from tandem.common.keys import KeyPair
 from tandem.common.wire import Arrays, CallerConnections, Frames, MessageCodec, encode
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
+from tandem.samples import batch_sharding, routed_experts, sampling_masks
 from tandem.samples.batch import IMAGES, MASKS, SAMPLES, Int32s, Int64s, SampleBatch
-from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.families import ImageSettings
-from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts
-from tandem.samples.sampling_masks import MaskFormat, masks_of_run
 from tandem.trainer.batching.images import check_image_tokens, image_settings
 
 _PATIENCE_S = 5.0
@@ -46,9 +44,9 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     vocabulary: int
     """Number of tokens."""
-    experts: RoutedExperts | None = None
+    experts: routed_experts.RoutedExperts | None = None
     """Format of the experts that samples have for each token, if any."""
-    masks: MaskFormat | None = None
+    masks: sampling_masks.MaskFormat | None = None
     """Format of the sampling masks that samples have, if any."""
     images: ImageSettings | None = None
     """The model's settings for images; None if it does not see. If it does, every sample has images, none perhaps."""
@@ -58,8 +56,8 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the format of a run's samples."""
         return cls(
             vocabulary=vocabulary_size(config.policy),
-            experts=replayed_experts(config),
-            masks=masks_of_run(config),
+            experts=routed_experts.replayed_experts(config),
+            masks=sampling_masks.masks_of_run(config),
             images=image_settings(config),
         )
 
@@ -87,10 +85,12 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def read(self, frames: Arrays, table: SampleBatch) -> SampleBatch:
         """Return received samples. Raises `WireError` unless they are possible, and match these rows of a table."""
         names = (*SAMPLES, *(() if self.images is None else IMAGES), *(() if self.masks is None else MASKS))
-        arrays = SampleBatch.parse_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
+        arrays = SampleBatch.parse_frames(
+            frames, names, {} if self.experts is None else {routed_experts.COLUMN: routed_experts.DTYPE}
+        )
         arrays.check_samples(self.vocabulary)
         if self.experts is not None:
-            self.experts.check(arrays.columns[COLUMN])
+            self.experts.check(arrays.columns[routed_experts.COLUMN])
         if self.masks is not None:
             self.masks.check(arrays)
         if self.images is not None:
@@ -322,6 +322,6 @@ def _differing_prompts(samples: SampleBatch) -> dict[int, str]:
     numbers_lengths = zip(samples.prompt_S.tolist(), samples.prompt_lengths_S.tolist(), strict=True)
     for place, (prompt, length) in enumerate(numbers_lengths):
         token_ids = samples.token_ids_T[starts[place] : starts[place] + length].tobytes()
-        if prompt != NO_PROMPT and prompts.setdefault(prompt, token_ids) != token_ids:
+        if prompt != batch_sharding.NO_PROMPT and prompts.setdefault(prompt, token_ids) != token_ids:
             differing[place] = "the prompt of a sample is not that of its group"
     return differing

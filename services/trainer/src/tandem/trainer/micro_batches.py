@@ -22,24 +22,13 @@ import msgspec
 import torch
 from numpy.typing import NDArray
 
-from tandem.config.schema.columns import (
-    ADVANTAGES,
-    GENERATION_LOGPROBS,
-    PREVIOUS_LOGPROBS,
-    REFERENCE_LOGPROBS,
-    RETURNS,
-    REWARDS,
-    TEACHER_TOPK_INDICES,
-    TEACHER_TOPK_LOGITS,
-    VALUES,
-    ColumnDeclaration,
-)
+from tandem.config.schema import columns as declared
 
 if TYPE_CHECKING:
     from tandem.trainer.batching.images import RowImages
     from tandem.trainer.batching.masks import TokenMasks
 
-Columns = Mapping[ColumnDeclaration, NDArray[Any]]
+Columns = Mapping[declared.ColumnDeclaration, NDArray[Any]]
 """Loss inputs for each token of a shard, ``[T]`` or ``[T, N]``."""
 Groups = list[tuple[int, ...]]
 """The sequences of each micro-batch; `EMPTY_ROW` for none."""
@@ -104,12 +93,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:
         """Log-probabilities that the engine reported."""
-        return self._read(GENERATION_LOGPROBS)
+        return self._read(declared.GENERATION_LOGPROBS)
 
     @property
     def advantages_BT(self) -> torch.Tensor:
         """Advantages of the tokens' samples, or of the tokens themselves."""
-        return self._read(ADVANTAGES)
+        return self._read(declared.ADVANTAGES)
 
     @property
     def previous_logprobs_BT(self) -> torch.Tensor | None:
@@ -117,45 +106,45 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         None if that is the policy in training itself.
         """
-        return self.columns.get(PREVIOUS_LOGPROBS.name)
+        return self.columns.get(declared.PREVIOUS_LOGPROBS.name)
 
     @property
     def reference_logprobs_BT(self) -> torch.Tensor | None:
         """Log-probabilities under the reference model; None if the loss does not read them."""
-        return self.columns.get(REFERENCE_LOGPROBS.name)
+        return self.columns.get(declared.REFERENCE_LOGPROBS.name)
 
     @property
     def rewards_BT(self) -> torch.Tensor:
         """Rewards of the tokens' sequences, from samples or from a data set."""
-        return self._read(REWARDS)
+        return self._read(declared.REWARDS)
 
     @property
     def is_positive_BT(self) -> torch.Tensor | None:
         """True for samples with a reward above zero; None if the loss does not read rewards."""
-        rewards_BT = self.columns.get(REWARDS.name)
+        rewards_BT = self.columns.get(declared.REWARDS.name)
         return None if rewards_BT is None else rewards_BT > 0
 
     @property
     def values_BT(self) -> torch.Tensor:
         """Values before the first optimizer step on this rollout batch."""
-        return self._read(VALUES)
+        return self._read(declared.VALUES)
 
     @property
     def returns_BT(self) -> torch.Tensor:
         """Returns: the value model's targets."""
-        return self._read(RETURNS)
+        return self._read(declared.RETURNS)
 
     @property
     def teacher_topk_logits_BTN(self) -> torch.Tensor:
         """Logits of the teacher's likeliest tokens at each position."""
-        return self._read(TEACHER_TOPK_LOGITS)
+        return self._read(declared.TEACHER_TOPK_LOGITS)
 
     @property
     def teacher_topk_ids_BTN(self) -> torch.Tensor | None:
         """The teacher's likeliest tokens at each position, which the policy scores too; None if none are read."""
-        return self.columns.get(TEACHER_TOPK_INDICES.name)
+        return self.columns.get(declared.TEACHER_TOPK_INDICES.name)
 
-    def _read(self, column: ColumnDeclaration) -> torch.Tensor:
+    def _read(self, column: declared.ColumnDeclaration) -> torch.Tensor:
         if column.name not in self.columns:
             listed = ", ".join(self.columns) or "none"
             raise LookupError(f"no column {column.name} is declared of the loss of this algorithm, but {listed}")

@@ -23,22 +23,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.common import gc_tuning, messages
+from tandem.common import gc_tuning, memory, messages, numeric, wire
 from tandem.common.errors import DataError, WireError
-from tandem.common.memory import MemoryMeter
-from tandem.common.numeric import LEAST_LOGPROB
-from tandem.common.wire import Arrays
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.config.placement import find_model_group
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import NO_RANK, data_parallel_ranks
 from tandem.samples.images.columns import check_images
-from tandem.trainer import step
+from tandem.trainer import building, fetching, step
 from tandem.trainer.backend import CheckpointWriting, TrainerBackend
 from tandem.trainer.batching.images import check_image_tokens
-from tandem.trainer.building import TrainerParts, build_parts, image_fetcher, open_rendezvous
-from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tandem.trainer.rank_time import measured
 from tandem.trainer.set_aside import BY_LOGPROBS, TrainingShard, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.step import evaluate
@@ -93,23 +88,23 @@ class TrainerService:
         """Whether this process shares its device with engines, which are where the policy is."""
         self._store: TCPStore | None = None
         """The store at which ranks meet, if this one has opened it."""
-        self._parts: TrainerParts | None = None
-        sample_format = SampleFormat.of(context.config)
+        self._parts: building.TrainerParts | None = None
+        sample_format = fetching.SampleFormat.of(context.config)
         self._images = sample_format.images
-        self._fetcher = SampleFetcher(context.run_id, sample_format, context.keys)
-        self._image_fetcher = None if self._images is None else image_fetcher(context)
+        self._fetcher = fetching.SampleFetcher(context.run_id, sample_format, context.keys)
+        self._image_fetcher = None if self._images is None else building.image_fetcher(context)
         self._version = 0
-        self._memory = MemoryMeter()
+        self._memory = memory.MemoryMeter()
         self._saving = SavingReplies(context)
         self._calls: RankCalls | None = None
         """None until a front end trains by single calls."""
 
-    def handle(self, command: messages.TrainerCommand, arrays: Arrays) -> None:
+    def handle(self, command: messages.TrainerCommand, arrays: wire.Arrays) -> None:
         """Carry out one command and reply."""
         match command:
             case messages.OpenRendezvous():
                 with self._context.phase("opening the rendezvous"):
-                    self._store, opened = open_rendezvous(self._context, command)
+                    self._store, opened = building.open_rendezvous(self._context, command)
                     self._context.reply(command.command_id, opened)
             case messages.BuildTrainer():
                 with self._context.phase("building the trainer"):
@@ -163,7 +158,7 @@ class TrainerService:
             dist.destroy_process_group()
         self._parts = self._store = None
 
-    def _table(self, command: messages.Train | messages.Evaluate, arrays: Arrays) -> SampleBatch:
+    def _table(self, command: messages.Train | messages.Evaluate, arrays: wire.Arrays) -> SampleBatch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
@@ -185,7 +180,7 @@ class TrainerService:
         return table
 
     def _read_samples(
-        self, command: messages.Train | messages.Evaluate, table: SampleBatch, arrays: Arrays
+        self, command: messages.Train | messages.Evaluate, table: SampleBatch, arrays: wire.Arrays
     ) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         rank_table = table.take(table.rows_of(self._rank))
@@ -204,7 +199,7 @@ class TrainerService:
                 raise DataError(reason)
         return rank_table.replace(**tokens, generation_logprobs_T=np.zeros(len(samples.token_ids_T), dtype=np.float32))
 
-    def _built(self) -> TrainerParts:
+    def _built(self) -> building.TrainerParts:
         assert self._parts is not None, "the coordinator sends BuildTrainer first"
         return self._parts
 
@@ -223,7 +218,7 @@ class TrainerService:
     def _build(self, command: messages.BuildTrainer) -> None:
         if self._image_fetcher is not None:
             self._image_fetcher.begin(command.images_at, self._context.coordinator)
-        self._parts = parts = build_parts(self._context, command, self._store, self._model_group)
+        self._parts = parts = building.build_parts(self._context, command, self._store, self._model_group)
         assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shards by this number"
         self._version = command.version
         self._context.reply(command.command_id, parts.built(command))
@@ -239,7 +234,7 @@ class TrainerService:
         reply = messages.WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
         self._context.reply(command.command_id, reply)
 
-    def _train(self, command: messages.Train, table: SampleBatch, arrays: Arrays) -> None:
+    def _train(self, command: messages.Train, table: SampleBatch, arrays: wire.Arrays) -> None:
         shard = self._fetch_shard(command, table, arrays)
         if isinstance(shard, messages.SamplesMissing):
             self._context.reply(command.command_id, shard)
@@ -288,7 +283,7 @@ class TrainerService:
         self._context.reply(command.command_id, reply)
 
     def _fetch_shard(
-        self, command: messages.Train, table: SampleBatch, arrays: Arrays
+        self, command: messages.Train, table: SampleBatch, arrays: wire.Arrays
     ) -> TrainingShard | messages.SamplesMissing:
         """Return the table and this rank's sequences, fetched or sent with the command, or what any rank lacks.
 
@@ -303,7 +298,7 @@ class TrainerService:
             if samples is not None and self._image_fetcher is not None:
                 missing = self._image_fetcher.fetch_batch(samples, command.sources, timeout_s)
                 samples = None if missing else samples
-        is_wild = samples is not None and bool((samples.generation_logprobs_T < LEAST_LOGPROB).any())
+        is_wild = samples is not None and bool((samples.generation_logprobs_T < numeric.LEAST_LOGPROB).any())
         num_lacking, num_wild = self._sum(torch.tensor([int(samples is None), int(is_wild)])).tolist()
         if num_lacking:
             return messages.SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
@@ -320,7 +315,7 @@ class TrainerService:
         dist.all_reduce(values)
         return values
 
-    def _evaluate(self, command: messages.Evaluate, table: SampleBatch, arrays: Arrays) -> None:
+    def _evaluate(self, command: messages.Evaluate, table: SampleBatch, arrays: wire.Arrays) -> None:
         samples = self._read_samples(command, table, arrays)
         parts = self._built()
         evaluation = evaluate(parts.backend, table, samples, self._config, command.parts, parts.exchange)
@@ -328,7 +323,7 @@ class TrainerService:
         reply = messages.Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
         self._context.reply(command.command_id, reply)
 
-    def _call(self, command: messages.CallCommand, arrays: Arrays) -> None:
+    def _call(self, command: messages.CallCommand, arrays: wire.Arrays) -> None:
         """Carry out a call of a front end that trains step by step."""
         from tandem.trainer.calls.calls import RankCalls  # runs of their own need none of it
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.config.low_precision import DELAYED, list_products
-from tandem.config.models.families import MEGATRON, MEGATRON_VISION
-from tandem.config.models.model_sizes import read_model_config, read_model_sizes
-from tandem.config.models.vision_families import VISION
+from tandem.config.models import families, model_sizes, vision_families
 from tandem.config.problem import InvalidValue, ProblemCollector, Rule, shown
 from tandem.config.schema import Config
 
@@ -80,7 +78,7 @@ def check_four_bits_are_made_of_bfloat16(config: Config) -> None:
 
 def check_layers_at_ends_are_of_one_stage(config: Config) -> None:
     """Check that no more layers at an end stay in bfloat16 than a stage has: Megatron-Core wants that of float8."""
-    megatron, layers = config.policy.megatron_cfg, read_model_sizes(config.policy).num_layers
+    megatron, layers = config.policy.megatron_cfg, model_sizes.read_model_sizes(config.policy).num_layers
     arguments = megatron.forwarded
     in_float8 = any(products.name == "fp8" for products in list_products(megatron))
     if layers is None or not in_float8 or not arguments.get("first_last_layers_bf16"):
@@ -130,10 +128,10 @@ LOW_PRECISION_RULES: tuple[Rule, ...] = (
 
 def check_architecture_is_megatrons(config: Config) -> None:
     """Check that Megatron-Core has the model's architecture, if a local ``config.json`` names it."""
-    model_type = (read_model_config(config.policy) or {}).get("model_type")
-    if model_type not in (None, *MEGATRON, *MEGATRON_VISION):
-        sees = model_type in VISION
-        supported = ", ".join(MEGATRON_VISION if sees else MEGATRON)
+    model_type = (model_sizes.read_model_config(config.policy) or {}).get("model_type")
+    if model_type not in (None, *families.MEGATRON, *families.MEGATRON_VISION):
+        sees = model_type in vision_families.VISION
+        supported = ", ".join(families.MEGATRON_VISION if sees else families.MEGATRON)
         text = f"true, but Megatron-Core trains {supported}{' with images' if sees else ''} here, not {model_type}"
         raise InvalidValue(f"{KEY}.enabled", text)
 

@@ -7,9 +7,7 @@ import math
 import msgspec
 
 from tandem.config.installed.model_fields import is_cut_like_llama
-from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
-from tandem.config.models.model_sizes import read_model_config, read_model_sizes
-from tandem.config.models.vision_families import VISION
+from tandem.config.models import families, model_sizes, vision_families
 from tandem.config.problem import InvalidValue, Rule, restrict_to_data_sets, restrict_to_rollouts, shown
 from tandem.config.schema import Config, DynamicBatching, ModelConfig, ProcessesOf, SequencePacking
 
@@ -118,21 +116,21 @@ def check_ranks_share_heads(config: Config) -> None:
     ranks = settings.tensor_parallel_size
     if config.policy.megatron_cfg.enabled or ranks == 1 or settings.custom_parallel_plan is not None:
         return
-    model_type = (read_model_config(config.policy) or {}).get("model_type")
-    is_planned = model_type in (None, *TENSOR_PLANS, *VISION)
+    model_type = (model_sizes.read_model_config(config.policy) or {}).get("model_type")
+    is_planned = model_type in (None, *families.TENSOR_PLANS, *vision_families.VISION)
     if not is_planned and settings.sequence_parallel and is_cut_like_llama(model_type):
-        text = f"true, but the norms of {model_type} are not known to be those of {', '.join(TENSOR_PLANS)}"
+        text = f"true, but the norms of {model_type} are not known to be those of {', '.join(families.TENSOR_PLANS)}"
         raise InvalidValue(f"{_SECTION}.sequence_parallel", text)
     if not is_planned and not is_cut_like_llama(model_type):
-        supported = ", ".join(TENSOR_PLANS)
+        supported = ", ".join(families.TENSOR_PLANS)
         raise InvalidValue(
             _SIZE,
             f"{ranks}, but there is no plan for {model_type}, only for {supported}, and those that Transformers "
             f"cuts like Llama; {_PLAN} may name one",
         )
-    if model_type in FUSED_HEADS:
+    if model_type in families.FUSED_HEADS:
         return
-    sizes = read_model_sizes(config.policy)
+    sizes = model_sizes.read_model_sizes(config.policy)
     for heads, kind in ((sizes.num_heads, "attention heads"), (sizes.num_key_value_heads, "key-value heads")):
         if heads is not None and heads % ranks:
             raise InvalidValue(_SIZE, f"{ranks} does not divide {heads} {kind}")
@@ -152,10 +150,13 @@ def check_plan_has_ranks(config: Config) -> None:
 
 def check_ranks_share_experts(config: Config) -> None:
     """Check that the model has experts, and that ranks which share them get equally many."""
-    ranks, experts = config.policy.dtensor_cfg.expert_parallel_size, read_model_sizes(config.policy).num_experts
+    ranks, experts = (
+        config.policy.dtensor_cfg.expert_parallel_size,
+        model_sizes.read_model_sizes(config.policy).num_experts,
+    )
     if config.policy.megatron_cfg.enabled or ranks == 1:
         return
-    if experts is None and read_model_config(config.policy) is not None:
+    if experts is None and model_sizes.read_model_config(config.policy) is not None:
         raise InvalidValue(_EXPERTS, f"{ranks}, but the model has no experts")
     if experts is not None and experts % ranks:
         raise InvalidValue(_EXPERTS, f"{ranks} does not divide {experts} experts")
@@ -226,7 +227,7 @@ def describe_factors(model: ModelConfig, name: str = "policy") -> str:
 
 def check_layers_make_even_stages(config: Config) -> None:
     """Check that all pipeline stages and virtual stages have equally many layers, except a given first and last."""
-    megatron, layers = config.policy.megatron_cfg, read_model_sizes(config.policy).num_layers
+    megatron, layers = config.policy.megatron_cfg, model_sizes.read_model_sizes(config.policy).num_layers
     if not megatron.enabled or layers is None:
         return
     ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
@@ -246,7 +247,7 @@ def check_layers_make_even_stages(config: Config) -> None:
 
 def check_heads_are_shared_out(config: Config) -> None:
     """Check that a tensor-parallel rank gets whole heads; key and value heads may be replicated."""
-    megatron, sizes = config.policy.megatron_cfg, read_model_sizes(config.policy)
+    megatron, sizes = config.policy.megatron_cfg, model_sizes.read_model_sizes(config.policy)
     if not megatron.enabled:
         return
     ranks, heads, groups = megatron.tensor_model_parallel_size, sizes.num_heads, sizes.num_key_value_heads
@@ -261,11 +262,11 @@ def check_heads_are_shared_out(config: Config) -> None:
 
 def check_experts_are_shared_out(config: Config) -> None:
     """Check that experts are spread evenly over the ranks of one pipeline stage."""
-    megatron, experts = config.policy.megatron_cfg, read_model_sizes(config.policy).num_experts
+    megatron, experts = config.policy.megatron_cfg, model_sizes.read_model_sizes(config.policy).num_experts
     if not megatron.enabled:
         return
     ranks, key = megatron.expert_model_parallel_size, f"{MEGATRON}.expert_model_parallel_size"
-    if experts is None and ranks > 1 and read_model_config(config.policy) is not None:
+    if experts is None and ranks > 1 and model_sizes.read_model_config(config.policy) is not None:
         raise InvalidValue(key, f"{ranks}, but the model has no experts")
     if experts is not None and experts % ranks:
         raise InvalidValue(key, f"{ranks} does not divide {experts} experts")

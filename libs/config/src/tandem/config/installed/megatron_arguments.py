@@ -8,13 +8,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from tandem.config.installed.sources import (
-    find_annotated_fields,
-    find_class_and_bases,
-    find_default,
-    find_package,
-    parse,
-)
+from tandem.config.installed import sources
 
 _CLASSES = {
     "": ("transformer/transformer_config.py", "MLATransformerConfig"),
@@ -103,13 +97,13 @@ def list_arguments(section: str) -> dict[str, inspect.Type]:
 
     Types that YAML cannot write plainly, such as enumerations, admit any value. Functions are left out.
     """
-    root = find_package("megatron.core")
+    root = sources.find_package("megatron.core")
     if root is None:
         return {}
     module, name = _CLASSES[section]
     argument_types: dict[str, inspect.Type] = {}
-    for defined in find_class_and_bases(root / module, name, root):
-        for field, annotation in find_annotated_fields(defined).items():
+    for defined in sources.find_class_and_bases(root / module, name, root):
+        for field, annotation in sources.find_annotated_fields(defined).items():
             if "Callable" not in ast.unparse(annotation):
                 argument_types.setdefault(field, _describe_annotation(annotation))
     return argument_types
@@ -118,14 +112,14 @@ def list_arguments(section: str) -> dict[str, inspect.Type]:
 @functools.cache
 def list_defaults(section: str) -> dict[str, object]:
     """Return the default of each argument of a section, a syntax tree where it is no literal."""
-    root = find_package("megatron.core")
+    root = sources.find_package("megatron.core")
     if root is None:
         return {}
     module, name = _CLASSES[section]
     by_name: dict[str, object] = {}
-    for defined in find_class_and_bases(root / module, name, root):
-        for field in find_annotated_fields(defined):
-            by_name.setdefault(field, find_default(defined, field))
+    for defined in sources.find_class_and_bases(root / module, name, root):
+        for field in sources.find_annotated_fields(defined):
+            by_name.setdefault(field, sources.find_default(defined, field))
     return by_name
 
 
@@ -164,16 +158,16 @@ _IMPORTS_TRITON = ("0.18", "0.19")
 
 def is_installed() -> bool:
     """Tell whether Megatron-Core is installed."""
-    return find_package("megatron.core") is not None
+    return sources.find_package("megatron.core") is not None
 
 
 def find_release() -> str | None:
     """Return the installed release; None if there is none, or it tells none."""
-    package = find_package("megatron.core")
+    package = sources.find_package("megatron.core")
     if package is None or not (package / "package_info.py").is_file():
         return None
     numbers: dict[str, object] = {}
-    for node in parse(package / "package_info.py").body:
+    for node in sources.parse(package / "package_info.py").body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
                 numbers[name] = value
@@ -193,6 +187,6 @@ def find_obstacle() -> str | None:
         return None
     if not is_among(release, RELEASES):
         return f"Megatron-Core {release} is installed, and known releases are {', '.join(RELEASES)}"
-    if is_among(release, _IMPORTS_TRITON) and find_package("triton") is None:
+    if is_among(release, _IMPORTS_TRITON) and sources.find_package("triton") is None:
         return f"Megatron-Core {release} imports triton, which is not installed: pip install triton"
     return None

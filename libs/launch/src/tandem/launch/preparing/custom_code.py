@@ -21,10 +21,8 @@ from typing import Any, Self
 
 import msgspec
 
-from tandem.common import kept_inputs
+from tandem.common import kept_inputs, process_lifetime, texts
 from tandem.common.errors import ConfigError, nearest
-from tandem.common.process_lifetime import name_this_process
-from tandem.common.texts import read_last_lines
 from tandem.config import Config, config_from_json, config_to_json
 from tandem.launch.child import KILLED_S
 from tandem.launch.nodes import launched_processes
@@ -63,7 +61,7 @@ class ModuleProcess:
                 stderr=output,
                 start_new_session=True,
                 pass_fds=[far.fileno()],
-                env=name_this_process(),
+                env=process_lifetime.name_this_process(),
             )
 
     def wait(self, deadline_s: float) -> None:
@@ -73,7 +71,7 @@ class ModuleProcess:
     @property
     def ending(self) -> str:
         """The exit code of a process that has ended, and the last line that it printed."""
-        last = (read_last_lines(self._output, 1) or ["nothing"])[-1]
+        last = (texts.read_last_lines(self._output, 1) or ["nothing"])[-1]
         # What its guardian says of it; of one that ends otherwise than by itself, the guardian's own code.
         code = self._lifeline.recv(16).decode() or self._guardian.returncode
         return f"ended the process (exit code {code}); its last line: {last}"

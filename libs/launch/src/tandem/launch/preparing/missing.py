@@ -16,10 +16,7 @@ from pathlib import Path
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config import ValidPart, load_config, valid_part
 from tandem.launch.launch import make_importable
-from tandem.launch.preparing.beginning import Mode
-from tandem.launch.preparing.custom_code import import_apart
-from tandem.launch.preparing.hub_data import find_missing_data
-from tandem.launch.preparing.needed_models import find_missing_models
+from tandem.launch.preparing import beginning, custom_code, hub_data, needed_models
 
 LOOK_S = 15.0
 """Deadline for all that is looked for. What has not answered by then is said once the keys are right."""
@@ -28,25 +25,28 @@ _CANNOT_LOOK = (ArithmeticError, LookupError, OSError, TypeError, ValueError)
 _NO_IMPORT = ": cannot import "
 
 
-def add_missing(error: ConfigError, path: str, overrides: list[str], mode: Mode) -> ConfigError:
+def add_missing(error: ConfigError, path: str, overrides: list[str], mode: beginning.Mode) -> ConfigError:
     """Return the error of a refused configuration, with a line for each thing that it names and does not exist."""
     part = valid_part(path, overrides)
     lines = [] if part is None else _find_missing(path, part, mode)
     return type(error)(*error.problems, *(line for line in lines if not _is_repeated(line, error.problems)))
 
 
-def _find_missing(path: str, part: ValidPart, mode: Mode) -> list[str]:
+def _find_missing(path: str, part: ValidPart, mode: beginning.Mode) -> list[str]:
     """Return a line, which begins with file and key, for each thing that does not exist."""
     problems: list[str] = []
     ends_at = time.monotonic() + LOOK_S
     make_importable(path)
     try:
         earlier = None if part.config.prerequisite is None else load_config(part.config.prerequisite)
-        with tempfile.TemporaryDirectory() as scratch, import_apart(part.config, Path(scratch), LOOK_S) as imported:
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            custom_code.import_apart(part.config, Path(scratch), LOOK_S) as imported,
+        ):
             _run_together(
                 ends_at,
-                lambda: find_missing_data(part.config, mode, problems.append),
-                lambda: find_missing_models(part.config, mode, earlier, problems.append),
+                lambda: hub_data.find_missing_data(part.config, mode, problems.append),
+                lambda: needed_models.find_missing_models(part.config, mode, earlier, problems.append),
             )
             try:
                 imported()

@@ -17,12 +17,8 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import ConfigError, ModelError, nearest
-from tandem.config import Config, config_from_json, load_config
-from tandem.config.checks import find_broken_rules
-from tandem.config.model_names import change_model_names, is_used
-from tandem.config.models import hub
-from tandem.config.models.lora import explain_no_model
-from tandem.config.models.model_sizes import local_folder
+from tandem.config import Config, checks, config_from_json, load_config, model_names
+from tandem.config.models import hub, lora, model_sizes
 from tandem.config.schema.policy import ModelConfig, TokenizerConfig
 from tandem.launch.preparing.beginning import Mode, Say, has_begun, set_aside
 from tandem.observe.run_folder.journal import read_journal
@@ -33,7 +29,7 @@ def find_model_problem(config: Config) -> str | None:
     """Describe the problem with the model's folder; None if it exists or is to be made from scratch."""
     folder = Path(config.policy.model_name)
     if folder.exists():
-        if (reason := explain_no_model(folder)) is not None:
+        if (reason := lora.explain_no_model(folder)) is not None:
             return f"policy.model_name: {reason}"
         if not (folder / "config.json").exists():
             return f"policy.model_name: {str(folder)!r} holds no config.json, so it is not a model"
@@ -102,7 +98,7 @@ def list_missing_models(config: Config) -> dict[str, str]:
     folders |= {key: teacher.model_name for key, teacher in config.teacher_sections.items()}
     missing = {key: name for key, name in folders.items() if not Path(name).exists()}
     judging = {f"env.{name}.model_name": str(entry.model_name) for name, entry in config.reward_models.items()}
-    return missing | {key: name for key, name in judging.items() if local_folder(name) is None}
+    return missing | {key: name for key, name in judging.items() if model_sizes.local_folder(name) is None}
 
 
 _CHECKPOINT = re.compile(r"(latest|step_\d+)(/|$)")
@@ -121,12 +117,14 @@ def find_on_hub(
         ConfigError: several are neither.
     """
     finding = _Finding(config, _read_recorded(config, mode), earlier, fetches_weights)
-    resolved = change_model_names(config, finding.find)
+    resolved = model_names.change_model_names(config, finding.find)
     if len(finding.problems) == 1:
         raise ModelError(finding.problems[0])
     if finding.problems:
         raise ConfigError(*finding.problems)
-    if resolved is not config and (broken := find_broken_rules(resolved).found):  # by sizes that were not known before
+    if resolved is not config and (
+        broken := checks.find_broken_rules(resolved).found
+    ):  # by sizes that were not known before
         raise ConfigError(*map(str, broken))
     return resolved, finding.notices
 
@@ -135,7 +133,7 @@ def find_missing_models(config: Config, mode: Mode, earlier: Config | None, say:
     """Say which models are neither folders nor on the Hub, one line each, as soon as that is known; fetch nothing."""
     finding = _Finding(config, _read_recorded(config, mode), earlier, fetches_weights=False, only_looks=True)
     finding.say = say
-    change_model_names(config, finding.find)
+    model_names.change_model_names(config, finding.find)
 
 
 class _Finding:
@@ -162,7 +160,7 @@ class _Finding:
 
     def find(self, key: str, name: str, section: msgspec.Struct) -> str:
         """Return the folder of a model."""
-        if not is_used(self._config, key):
+        if not model_names.is_used(self._config, key):
             return name
         revision = section.revision if isinstance(section, ModelConfig) else None
         if revision is None:  # such as a tokenizer: it has the commit of the model of this name
@@ -263,5 +261,5 @@ def _read_recorded(config: Config, mode: Mode) -> dict[str, hub.HubReference]:
             references[key] = reference
         return name
 
-    change_model_names(recorded, note)
+    model_names.change_model_names(recorded, note)
     return references

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import math
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -25,16 +28,83 @@ from starlette.staticfiles import StaticFiles
 from tandem.common.errors import DataError, RunFolderError, SamplesError, TandemError
 from tandem.common.web import SignalledServer, event_loop, settings
 from tandem.observe.exporters.nvml import GpuUse, use_nvml
-from tandem.observe.page import samples
-from tandem.observe.page.address import END
-from tandem.observe.page.reader import RunReader
-from tandem.observe.page.samples import PageRows
+from tandem.observe.page import address, samples, series
+from tandem.observe.page.reader import RecordMark, RunReader
 from tandem.observe.page.security import PageGuard, error
-from tandem.observe.page.series import Along, CurveColumn, RunCurves, csv_parts
-from tandem.observe.page.stream import RunsWatch
 from tandem.observe.page.thumbnails import ImageThumbnails
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.live import LIVE_NAME
 from tandem.observe.shown_rows import RowsRequest
 from tandem.observe.timeline import flame, timeline
+
+_LOOK_S = 0.5
+"""Interval of the checks, and so the shortest interval of events about a run."""
+_ALIVE_S = 15.0
+"""Silence after which listeners get a comment, because proxies would close the connection."""
+
+
+class RunsWatch:
+    """A watch of the runs for all listeners."""
+
+    def __init__(self, readers: Sequence[RunReader]) -> None:
+        self._readers = readers
+        self._has_ended = False
+
+    def end(self) -> None:
+        """End all streams, which otherwise only the listeners can."""
+        self._has_ended = True
+
+    async def changes(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the extent of each run's record, and again whenever it grows, until the listener leaves.
+
+        When the program is to end, it checks once more, because the run's end may be the reason.
+        """
+        seen: list[tuple[object, RecordMark | None]] = [(None, None)] * len(self._readers)
+        silent_s = 0.0
+        while not await request.is_disconnected():
+            is_last = self._has_ended
+            silent_s += _LOOK_S
+            for index, reader in enumerate(self._readers):
+                before, sent_mark = seen[index]
+                now, mark = await run_in_threadpool(_look, reader, before, sent_mark)
+                seen[index] = now, mark
+                if mark is not None and mark != sent_mark:
+                    silent_s = 0.0
+                    yield _event(index, mark)
+            if silent_s > _ALIVE_S:
+                silent_s = 0.0
+                yield b": nothing new\n\n"
+            if is_last:
+                return
+            await asyncio.sleep(_LOOK_S)
+
+
+def _look(reader: RunReader, before: object, sent_mark: RecordMark | None) -> tuple[object, RecordMark | None]:
+    """Return the state of the files, and the extent of the record; the journal is opened only if files have changed."""
+    now = _files(reader)
+    if now == before:
+        return before, sent_mark
+    try:
+        return now, reader.mark()
+    except RunFolderError:  # the folder is being moved away, or created
+        return None, sent_mark
+
+
+def _files(reader: RunReader) -> object:
+    states: list[tuple[int, int, int] | None] = []
+    for name in (JOURNAL_NAME, LIVE_NAME):
+        try:
+            status = os.stat(reader.folder / name)
+            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        except OSError:
+            states.append(None)
+    return states
+
+
+def _event(index: int, mark: RecordMark) -> bytes:
+    content = {"run": index} | msgspec.to_builtins(mark)
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
 
 STATIC = Path(__file__).parent / "static"
 _MOST_POINTS = 10_000
@@ -110,12 +180,12 @@ class _BadQuery(TandemError):
 class PageRun:
     """A run, and its data cached between requests."""
 
-    def __init__(self, folder: Path, gpus: GpuReader, rows: PageRows) -> None:
+    def __init__(self, folder: Path, gpus: GpuReader, rows: samples.PageRows) -> None:
         """Open the run. Raises `RunFolderError` if it cannot be read."""
         self.gpus = gpus
         self.rows = rows
         self.reader = RunReader(folder)
-        self.curves = RunCurves(self.reader)
+        self.curves = series.RunCurves(self.reader)
 
 
 Answer = Callable[[PageRun, Request], Any]
@@ -129,7 +199,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     Raises `RunFolderError` for a folder that cannot be read.
     """
     gpus = GpuReader()
-    rows = PageRows()
+    rows = samples.PageRows()
     runs = [PageRun(folder, gpus, rows) for folder in folders]
     watch = RunsWatch([run.reader for run in runs])
     thumbnails = ImageThumbnails()
@@ -234,9 +304,9 @@ def _curves(run: PageRun, request: Request, names: Sequence[str]) -> Any:
     return run.curves.series(names, points, *_range(request))
 
 
-def _range(request: Request) -> tuple[int | None, int | None, Along]:
+def _range(request: Request) -> tuple[int | None, int | None, series.Along]:
     """Return the steps and the axis that are asked for."""
-    along = _read_choice(request, "along", get_args(Along))
+    along = _read_choice(request, "along", get_args(series.Along))
     return _maybe_read_whole_number(request, "from"), _maybe_read_whole_number(request, "to"), along
 
 
@@ -292,13 +362,13 @@ def _csv(runs: Sequence[PageRun], request: Request) -> Response:
         for index in dict.fromkeys(indices)
     }
     columns = [
-        CurveColumn(label, *curves_of[index][name])
+        series.CurveColumn(label, *curves_of[index][name])
         for index, name, label in zip(indices, names, labels, strict=True)
         if name in curves_of[index]
     ]
     # Without a name: the link on the page says it.
     headers = {"Content-Disposition": "attachment"}
-    return StreamingResponse(csv_parts(along, columns), media_type="text/csv", headers=headers)
+    return StreamingResponse(series.csv_parts(along, columns), media_type="text/csv", headers=headers)
 
 
 def _live(run: PageRun, request: Request) -> Any:
@@ -412,7 +482,7 @@ class _Server(SignalledServer):
     """A server that also ends its streams."""
 
     def __init__(self, config: uvicorn.Config, watch: RunsWatch, *, heeds_signals: bool) -> None:
-        super().__init__(config, heeds_signals=heeds_signals, end=END)
+        super().__init__(config, heeds_signals=heeds_signals, end=address.END)
         self._watch = watch
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

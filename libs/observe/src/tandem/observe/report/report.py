@@ -11,6 +11,7 @@ end shows as text. The file's policy lets a browser run only the scripts that ar
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import posixpath
 import re
@@ -22,26 +23,18 @@ from typing import Any
 import msgspec
 
 from tandem.common import gc_tuning
-from tandem.common.errors import RunFolderError
+from tandem.common.errors import DataError, RunFolderError, SamplesError
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe import page
 from tandem.observe.health import no_progress
 from tandem.observe.page.reader import RunReader
+from tandem.observe.page.samples import PURPOSES, read_sample
 from tandem.observe.page.series import Along, CurveSeries, RunCurves
+from tandem.observe.page.thumbnails import ImageThumbnails
+from tandem.observe.report import side_by_side
 from tandem.observe.report.panels import PHASES, SECONDS, PanelCurve, ReportPanel, panels_of
-from tandem.observe.report.side_by_side import (
-    ReportRow,
-    ReportRun,
-    RunSummary,
-    compare_results,
-    configuration_differences,
-    format_breakdown,
-    format_curves,
-    load_runs,
-    memory,
-    times,
-)
 from tandem.observe.timeline import flame, timeline
+from tandem.samples.images.markers import marked_in
 
 _TITLES = {
     "reward": "mean reward of the training samples",
@@ -57,7 +50,7 @@ _FEW = 40
 
 
 @gc_tuning.pause_collection()  # the import
-def draw_panels(runs: Sequence[ReportRun], path: Path) -> None:
+def draw_panels(runs: Sequence[side_by_side.ReportRun], path: Path) -> None:
     """Draw the eight panels of one or more runs."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(2, 4, figsize=(18, 7.5))
@@ -77,7 +70,7 @@ def draw_panels(runs: Sequence[ReportRun], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(axes: Any, panel: ReportPanel, runs: Sequence[ReportRun]) -> None:
+def _draw(axes: Any, panel: ReportPanel, runs: Sequence[side_by_side.ReportRun]) -> None:
     """Draw the curves of a panel; several runs differ in colour, as do the curves of a single run."""
     left_curves, right_curves = panel.select_drawn([run.curves for run in runs])
     if not left_curves and not right_curves:
@@ -111,7 +104,7 @@ def _widen(side: Any) -> None:
     side.ticklabel_format(axis="y", useOffset=False)
 
 
-def _lines(side: Any, curve: PanelCurve, number: int, runs: Sequence[ReportRun]) -> list[Any]:
+def _lines(side: Any, curve: PanelCurve, number: int, runs: Sequence[side_by_side.ReportRun]) -> list[Any]:
     lines = []
     for place, run in enumerate(runs):
         points = run.curves.get(curve.name, [])
@@ -130,7 +123,7 @@ def _lines(side: Any, curve: PanelCurve, number: int, runs: Sequence[ReportRun])
     return lines
 
 
-def _stack(axes: Any, run: ReportRun) -> None:
+def _stack(axes: Any, run: side_by_side.ReportRun) -> None:
     """Stack the seconds of a run's phases."""
     layers = _stack_seconds(run.summary)
     if layers:
@@ -139,7 +132,7 @@ def _stack(axes: Any, run: ReportRun) -> None:
         axes.legend(fontsize="x-small")
 
 
-def _stack_seconds(summary: RunSummary) -> dict[str, list[float]]:
+def _stack_seconds(summary: side_by_side.RunSummary) -> dict[str, list[float]]:
     """Return the seconds of each phase at every step, and the rest, by label."""
     totals = summary.seconds.get("total", [])
     layers: dict[str, list[float]] = {}
@@ -154,7 +147,7 @@ def _stack_seconds(summary: RunSummary) -> dict[str, list[float]]:
 
 
 @gc_tuning.pause_collection()  # the import
-def draw_curves(runs: Mapping[str, RunSummary], path: Path) -> None:
+def draw_curves(runs: Mapping[str, side_by_side.RunSummary], path: Path) -> None:
     """Draw the training and held-out curves of runs by step: two panels, declared by their algorithms."""
     pyplot = _pyplot()
     # Margins that fit tick labels: computing them would draw everything twice.
@@ -181,13 +174,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) -> list[ReportRun]:
+def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) -> list[side_by_side.ReportRun]:
     """Write the report of one or more runs to a folder; ``report.json`` describes the first of them.
 
     If it is brief, ``report.png`` has two panels, which take a fraction of the time of eight. Raises `RunFolderError`
     if there is no run, or the folder cannot be written.
     """
-    runs = load_runs(folders)
+    runs = side_by_side.load_runs(folders)
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(runs[0].summary)))
@@ -201,23 +194,23 @@ def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) 
     return runs
 
 
-def format_report(runs: Sequence[ReportRun], out: Path) -> str:
+def format_report(runs: Sequence[side_by_side.ReportRun], out: Path) -> str:
     """Describe finished runs: curves, results, time spent, and the place of the report."""
     lines: list[str] = []
     for run in runs:
         if len(runs) > 1:
             lines.append(f"{run.label}:")
-        lines += format_curves(run.summary)
+        lines += side_by_side.format_curves(run.summary)
         if (course := no_progress(run.summary.curves.get("val_accuracy", ()))) is not None:
             lines.append(f"warning: {course}")
         if run.summary.num_steps:
-            lines.append(format_breakdown(run.summary))
+            lines.append(side_by_side.format_breakdown(run.summary))
         lines.append(f"{run.summary.num_steps} steps in {run.summary.wall_seconds:.0f} s")
         if len(runs) > 1:
             lines.append("")
     if len(runs) > 1:
-        lines += [*_table(runs, compare_results(runs)), ""]
-        if differences := configuration_differences(runs):
+        lines += [*_table(runs, side_by_side.compare_results(runs)), ""]
+        if differences := side_by_side.configuration_differences(runs):
             lines += ["configurations differ in:", *_table(runs, differences), ""]
         lines.append(f"report.html, report.png and report.json in {out}")
     else:
@@ -229,7 +222,7 @@ _WIDEST = 40
 """Most characters of a value in a table on the terminal; the page shows all of it."""
 
 
-def _table(runs: Sequence[ReportRun], rows: Sequence[ReportRow]) -> list[str]:
+def _table(runs: Sequence[side_by_side.ReportRun], rows: Sequence[side_by_side.ReportRow]) -> list[str]:
     """Lay rows out in columns, one per run."""
     cells = [("", *(run.label for run in runs)), *((row.title, *row.values) for row in rows)]
     short = [[cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in row] for row in cells]
@@ -240,6 +233,8 @@ def _table(runs: Sequence[ReportRun], rows: Sequence[ReportRow]) -> list[str]:
 _STATIC = Path(page.__file__).parent / "static"
 _IMAGES = "images"
 """Folder of a run's images; only a vision model has one."""
+_NUM_SAMPLES_SHOWN = 12
+"""Most samples of a vision model: of the newest step, and of the newest validation."""
 _NUM_POINTS = 400
 """Most points of a curve, each the mean, minimum and maximum of a bucket of steps."""
 _NUM_REFITS = 200
@@ -259,7 +254,7 @@ _TAG = re.compile(
 )
 
 
-def frozen_page(runs: Sequence[ReportRun]) -> str:
+def frozen_page(runs: Sequence[side_by_side.ReportRun]) -> str:
     """Return the page of these runs."""
     data = [_data(index, run) for index, run in enumerate(runs)]
     data[0]["tables"] = [
@@ -338,7 +333,7 @@ def _url(text: str, kind: str) -> str:
 # --- the data ----------------------------------------------------------------------------------------------------
 
 
-def _data(index: int, run: ReportRun) -> dict[str, Any]:
+def _data(index: int, run: side_by_side.ReportRun) -> dict[str, Any]:
     """Return what ``frozen/api.js`` answers of a run."""
     reader = RunReader(run.folder)
     curves = RunCurves(reader)
@@ -346,8 +341,6 @@ def _data(index: int, run: ReportRun) -> dict[str, Any]:
     view = timeline(run.folder, _NUM_STEPS, None)
     pictures: dict[str, Any] = {}
     if (run.folder / _IMAGES).is_dir():  # of a vision model
-        from tandem.observe.report.pictures import samples_with_pictures
-
         pictures = samples_with_pictures(reader)
     return {
         "summary": msgspec.structs.replace(reader.summary(index), name=run.label, path=run.label),
@@ -381,14 +374,56 @@ def _band(series: CurveSeries) -> dict[str, Any]:
     return {} if series.low == series.mean == series.high else {"low": series.low, "high": series.high}
 
 
-def _tables(runs: Sequence[ReportRun]) -> list[tuple[str, str, list[ReportRow]]]:
+def _tables(runs: Sequence[side_by_side.ReportRun]) -> list[tuple[str, str, list[side_by_side.ReportRow]]]:
     """Return the tables of the summary: their titles, notes and rows."""
     tables = [
-        ("Results", "", compare_results(runs)),
-        ("Where the time went", "medians of the training steps", times(runs)),
-        ("Memory", "GB, the most that a process had in each phase", memory(runs)),
+        ("Results", "", side_by_side.compare_results(runs)),
+        ("Where the time went", "medians of the training steps", side_by_side.times(runs)),
+        ("Memory", "GB, the most that a process had in each phase", side_by_side.memory(runs)),
     ]
     tables = [table for table in tables if table[2]]
     if len(runs) > 1:
-        tables.append(("Differences in configuration", "", configuration_differences(runs)))
+        tables.append(("Differences in configuration", "", side_by_side.configuration_differences(runs)))
     return tables
+
+
+# --- the samples -------------------------------------------------------------------------------------------------
+
+
+def samples_with_pictures(reader: RunReader) -> dict[str, Any]:
+    """Return the first samples of the newest step that is recorded, and of the newest validation, with thumbnails.
+
+    Nothing for a run without a rollout log.
+    """
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for purpose in PURPOSES:
+        with contextlib.suppress(SamplesError):  # the log is off, or was damaged: the report has the rest
+            samples[purpose] = _newest(reader, purpose)
+    if not samples:
+        return {}
+    with contextlib.closing(ImageThumbnails()) as thumbnails:
+        pictures = {}
+        for digest in _digests([row for rows in samples.values() for row in rows]):
+            with contextlib.suppress(DataError):
+                png = thumbnails.of(reader.folder, digest)
+                pictures[digest] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return {"samples": samples, "pictures": pictures}
+
+
+def _newest(reader: RunReader, purpose: Any) -> list[dict[str, Any]]:
+    from tandem.observe.samples import SampleQuery, search  # Arrow takes a while to be imported
+
+    selection = search(
+        reader.folder, SampleQuery(purpose=purpose, limit=_NUM_SAMPLES_SHOWN, with_tokens=False), reader.run_id()
+    )
+    models, run_id = reader.models(), reader.run_id()
+    places = [(selection.step, sample.scored.group, sample.scored.sample) for sample in selection.samples]
+    rows = [read_sample(reader.folder, place, purpose, run_id, models) for place in places]
+    return [row | {"tokens": msgspec.to_builtins(row["tokens"]), "purpose": purpose} for row in rows]
+
+
+def _digests(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the images of samples, each once."""
+    prompts = (image.digest for row in rows for image in marked_in(row["prompt"]))
+    later = (digest for row in rows for digest in row.get("later_images", ()))
+    return [*dict.fromkeys([*prompts, *later])]

@@ -25,11 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.common import web
 from tandem.common.network import is_loopback
 from tandem.common.web import settings
-from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.access import ApiKeys, TlsCertificate
+from tandem.serving.tinker import access, proto, requests, states
 from tandem.serving.tinker.requests import TinkerRefused
 from tandem.serving.tinker.service import TinkerService
-from tandem.serving.tinker.states import LINKS
 
 _PREFIX = "/api/v1"
 _MOST_BODY_BYTES = 1 << 26
@@ -50,13 +48,13 @@ _CLIENT_CONFIG = {
     "sample_join_sampling_session": False,
 }
 _CHECKPOINT = "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
-_LINK = f"{LINKS}/{{model_id}}/{{name}}/{{file:path}}"
+_LINK = f"{states.LINKS}/{{model_id}}/{{name}}/{{file:path}}"
 _NOT_FOUND = 404
 
 Handler = Callable[[TinkerService, str, Request, bytes], Awaitable[Response]]
 
 
-def make_app(service: TinkerService, keys: ApiKeys, *, is_on_loopback: bool) -> ASGIApp:
+def make_app(service: TinkerService, keys: access.ApiKeys, *, is_on_loopback: bool) -> ASGIApp:
     """Return the application."""
     paths = _Paths(service, keys)
     app: ASGIApp = Starlette(
@@ -85,7 +83,7 @@ class _Guard:
 class _Paths:
     """The handlers of the paths."""
 
-    def __init__(self, service: TinkerService, keys: ApiKeys) -> None:
+    def __init__(self, service: TinkerService, keys: access.ApiKeys) -> None:
         self._service = service
         self._keys = keys
         self._reading = asyncio.Semaphore(_MOST_AT_ONCE)
@@ -335,7 +333,9 @@ async def _report_error(request: Request, error: Exception) -> Response:
 class TinkerServer:
     """The web server, in a thread beside the loop of the run."""
 
-    def __init__(self, make: Callable[[], ASGIApp], listening: socket.socket, tls: TlsCertificate | None) -> None:
+    def __init__(
+        self, make: Callable[[], ASGIApp], listening: socket.socket, tls: access.TlsCertificate | None
+    ) -> None:
         """Begin to serve what `make` returns, which is called in the server's thread."""
         self._make = make
         self._socket = listening

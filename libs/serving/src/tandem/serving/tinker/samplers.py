@@ -12,13 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.serving.tinker import proto, requests
+from tandem.serving.tinker import gradients, placing, proto, requests, sampling
 from tandem.serving.tinker.calls import SCORES, Answer, CallDesk, CallFailed, GradientsScored
 from tandem.serving.tinker.futures import FinishedRequest, RequestFutures, RequestSummary, failure
-from tandem.serving.tinker.gradients import ClientLimits, scores_call
-from tandem.serving.tinker.placing import Put, SamplingSession, places_of
-from tandem.serving.tinker.requests import TinkerRefused
-from tandem.serving.tinker.sampling import NoAnswer, SamplingEngines
 
 _SAMPLES_OF_A_CLIENT = 10**9
 """Numbers of the requests of one client of a sampling session: a copy of the client has those of another billion."""
@@ -32,10 +28,10 @@ class ClientSamplers:
     def __init__(
         self,
         desk: CallDesk,
-        engines: SamplingEngines,
+        engines: sampling.SamplingEngines,
         futures: RequestFutures,
-        limits: ClientLimits,
-        put: Put,
+        limits: gradients.ClientLimits,
+        put: placing.Put,
         check_room: Callable[[str, RequestSummary], None],
     ) -> None:
         """Begin without any.
@@ -48,27 +44,29 @@ class ClientSamplers:
         self._limits = limits
         self._put = put
         self._check_room = check_room
-        self._places = places_of(desk, engines, put)
-        self._samplers: dict[str, SamplingSession] = {}
+        self._places = placing.places_of(desk, engines, put)
+        self._samplers: dict[str, placing.SamplingSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, sampler: SamplingSession) -> None:
+    def add(self, sampler: placing.SamplingSession) -> None:
         """Begin a session."""
         self._samplers[sampler.sampler_id] = sampler
         if len(self._samplers) > _MOST_KEPT:
             del self._samplers[next(iter(self._samplers))]
 
-    def get(self, owner: str, sampler_id: str) -> SamplingSession:
+    def get(self, owner: str, sampler_id: str) -> placing.SamplingSession:
         """Return a session."""
         sampler = self._samplers.get(sampler_id)
         if sampler is None or sampler.owner != owner:
-            raise TinkerRefused(f"there is no sampling session {sampler_id!r}", 404)
+            raise requests.TinkerRefused(f"there is no sampling session {sampler_id!r}", 404)
         return sampler
 
     def sample(self, owner: str, body: requests.SampleRequest) -> dict[str, Any]:
         """Begin to sample."""
         if body.sampling_session_id is None or body.seq_id is None:
-            raise TinkerRefused("sampling_session_id with seq_id is needed: samples without a session are not served")
+            raise requests.TinkerRefused(
+                "sampling_session_id with seq_id is needed: samples without a session are not served"
+            )
         sampler = self.get(owner, body.sampling_session_id)
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         sequence_ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
@@ -77,17 +75,19 @@ class ClientSamplers:
             return reply
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if getattr(body, name):
-                raise TinkerRefused(f"{name}: is not served")
+                raise requests.TinkerRefused(f"{name}: is not served")
         if body.record_stability_info:
-            raise TinkerRefused("record_stability_info: is not served, nor is stable_reinforce; importance_sampling is")
+            raise requests.TinkerRefused(
+                "record_stability_info: is not served, nor is stable_reinforce; importance_sampling is"
+            )
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
-            raise TinkerRefused("prompt: images and audio are not served; only encoded_text is")
+            raise requests.TinkerRefused("prompt: images and audio are not served; only encoded_text is")
         token_ids = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         if token_ids and max(token_ids) >= self._limits.vocabulary:
-            raise TinkerRefused(f"prompt: token ids must be from 0 to {self._limits.vocabulary - 1}")
+            raise requests.TinkerRefused(f"prompt: token ids must be from 0 to {self._limits.vocabulary - 1}")
         last = body.prompt_logprobs_last_n
         if last is not None and not (body.prompt_logprobs and 1 <= last < len(token_ids)):
-            raise TinkerRefused(
+            raise requests.TinkerRefused(
                 "prompt_logprobs_last_n: must be from 1 to below the prompt's tokens, with prompt_logprobs"
             )
         question = self._engines.question(body, token_ids)
@@ -100,7 +100,7 @@ class ClientSamplers:
             + (0 if scoring is None else len(token_ids)),
         )
         if about.num_tokens > self._limits.most_tokens:
-            raise TinkerRefused(
+            raise requests.TinkerRefused(
                 f"num_samples: up to {about.num_tokens} tokens, and a key may have {self._limits.most_tokens}"
             )
         self._check_room(owner, about)
@@ -112,7 +112,7 @@ class ClientSamplers:
 
     async def _sample(
         self,
-        sampler: SamplingSession,
+        sampler: placing.SamplingSession,
         request_id: str,
         question: dict[str, Any],
         scoring: dict[str, Any] | None,
@@ -134,7 +134,7 @@ class ClientSamplers:
                 samples.sequences, prompt_logprobs, (likeliest, num) if num else None, body.topk_sample_logprobs
             )
             self._futures.finish(request_id, FinishedRequest(output, is_proto=True, num_tokens=num_tokens))
-        except (NoAnswer, CallFailed) as error:
+        except (sampling.NoAnswer, CallFailed) as error:
             self._fail(request_id, str(error), is_users=error.is_users)
         except Exception as error:
             self._fail(request_id, f"{type(error).__name__} while sampling")
@@ -170,7 +170,7 @@ class ClientSamplers:
             if not answered.done():
                 answered.set_result(answer)
 
-        self._put(scores_call(token_ids), finish, number, SCORES)
+        self._put(gradients.scores_call(token_ids), finish, number, SCORES)
         answer = await answered
         if isinstance(answer, CallFailed):
             raise answer
@@ -182,5 +182,5 @@ class ClientSamplers:
         self._futures.finish(request_id, failure(reason, is_users=is_users))
 
 
-def _batch_of(sampler: SamplingSession, client: int) -> str:
+def _batch_of(sampler: placing.SamplingSession, client: int) -> str:
     return f"{sampler.sampler_id}:{client}"

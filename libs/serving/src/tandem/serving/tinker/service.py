@@ -27,13 +27,9 @@ import msgspec
 from tandem.config import Config
 from tandem.config.models import hub
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.serving.tinker import calls, proto, requests
+from tandem.serving.tinker import calls, gradients, placing, proto, requests, samplers, sampling
 from tandem.serving.tinker.futures import FinishedRequest, RequestFutures, RequestSummary, failure
-from tandem.serving.tinker.gradients import ClientLimits, gradient_call, scored_result, step_call
-from tandem.serving.tinker.placing import LatestWeights, SamplingSession, describe_replaced
 from tandem.serving.tinker.requests import TinkerRefused
-from tandem.serving.tinker.samplers import ClientSamplers
-from tandem.serving.tinker.sampling import SamplingEngines
 from tandem.serving.tinker.states import SavedStates, StateFolder, StateRecord, check_ttl, now
 
 SILENT_S = 120.0
@@ -101,13 +97,18 @@ class TinkerService:
     """The front end. Methods raise `TinkerRefused`."""
 
     def __init__(
-        self, desk: calls.CallDesk, config: Config, engines: SamplingEngines, states: StateFolder, most_tokens: int
+        self,
+        desk: calls.CallDesk,
+        config: Config,
+        engines: sampling.SamplingEngines,
+        states: StateFolder,
+        most_tokens: int,
     ) -> None:
         self._desk = desk
         self._config = config
         self._states = states
         self.saved = SavedStates(states)
-        self._limits = ClientLimits(
+        self._limits = gradients.ClientLimits(
             max_length=config.policy.max_total_sequence_length,
             vocabulary=vocabulary_size(config.policy),
             most_tokens=most_tokens,
@@ -122,7 +123,7 @@ class TinkerService:
         self._published: dict[str, PublishedWeights] = {}
         self._trained: dict[int, ClientModel] = {}
         """The models that are trained, by number."""
-        self.samplers = ClientSamplers(desk, engines, self.futures, self._limits, self._put, self._check_room)
+        self.samplers = samplers.ClientSamplers(desk, engines, self.futures, self._limits, self._put, self._check_room)
         self._loop = asyncio.get_running_loop()
 
     # --- sessions ----------------------------------------------------------------------------------------------------
@@ -329,7 +330,9 @@ class TinkerService:
             num_sequences=len(body.data),
             num_tokens=sum(len(each.token_ids) + 1 for each in body.data),
         )
-        return self._queue_request(model, body.seq_id, about, partial(gradient_call, body, self._limits), scored_result)
+        return self._queue_request(
+            model, body.seq_id, about, partial(gradients.gradient_call, body, self._limits), gradients.scored_result
+        )
 
     def step(self, owner: str, body: requests.OptimStep) -> dict[str, Any]:
         """Step the optimizer."""
@@ -339,7 +342,7 @@ class TinkerService:
             return _json({"metrics": {"grad_norm": answer}})
 
         about = RequestSummary(kind="optim_step", model=model.model_id)
-        return self._queue_request(model, body.seq_id, about, partial(step_call, body.adam_params), stepped)
+        return self._queue_request(model, body.seq_id, about, partial(gradients.step_call, body.adam_params), stepped)
 
     def save(self, owner: str, body: requests.SaveWeights | requests.SaveExternal) -> dict[str, Any]:
         """Save weights and optimizer, or weights to be downloaded."""
@@ -395,8 +398,8 @@ class TinkerService:
                 _keep(self._published, path, PublishedWeights(owner, self._desk.attempt, answer, now()))
                 return _json({"type": "save_weights_for_sampler", "path": path})
             sampler_id = f"{model.session.session_id}:sample:{body.sampling_session_seq_id}"
-            weights = answer if body.kind == "snapshot" else LatestWeights(model.number, model.model_id)
-            self.samplers.add(SamplingSession(sampler_id, owner, self._desk.attempt, weights, None))
+            weights = answer if body.kind == "snapshot" else placing.LatestWeights(model.number, model.model_id)
+            self.samplers.add(placing.SamplingSession(sampler_id, owner, self._desk.attempt, weights, None))
             return _json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
         about = RequestSummary(kind="save_weights_for_sampler", model=model.model_id)
@@ -421,12 +424,12 @@ class TinkerService:
             weights = published.weights
             if not self._is_kept(published):
                 raise TinkerRefused(
-                    f"model_path: {body.model_path[:200]!r}: {describe_replaced(self._desk, weights.version)}"
+                    f"model_path: {body.model_path[:200]!r}: {placing.describe_replaced(self._desk, weights.version)}"
                 )
         else:
             self._check_base(body.base_model or "")
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
-        self.samplers.add(SamplingSession(sampler_id, owner, self._desk.attempt, weights, body.model_path))
+        self.samplers.add(placing.SamplingSession(sampler_id, owner, self._desk.attempt, weights, body.model_path))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def _is_kept(self, published: PublishedWeights) -> bool:

@@ -21,10 +21,7 @@ from tandem.config import Config
 from tandem.config.schema import DataConfig
 from tandem.coordinator.algorithms.places import PlaceUnknown
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.samples.data_sets import EncodedProblem, PromptEncoder, reasoning_tasks, sources
-from tandem.samples.data_sets.order import NUM_CHECKED
-from tandem.samples.data_sets.prompts import PromptedProblem
-from tandem.samples.data_sets.split import is_held_out
+from tandem.samples.data_sets import EncodedProblem, PromptEncoder, order, prompts, reasoning_tasks, sources, split
 
 _NUM_TRIED = 20
 """Problems of a level that are tried for one that fits and is not held out."""
@@ -42,14 +39,14 @@ class LevelledProblems:
         self.settings, self.first_levels = curriculum
         self._data = data
         self._encoder = encoder
-        self.encode: Callable[[str, int, int], EncodedProblem] = functools.lru_cache(NUM_CHECKED)(self._encode)
+        self.encode: Callable[[str, int, int], EncodedProblem] = functools.lru_cache(order.NUM_CHECKED)(self._encode)
         """Return the problem of a task and a level with this number. Raise `DataError` if none near it fits."""
         levels = [
             (task, range(reasoning_tasks.find_highest_level(task, self.settings) + 1)) for task in self.first_levels
         ]
         numbers = range(_NUM_SHOWN)
         shown = [self._make(task, level, number) for task, range_ in levels for level in range_ for number in numbers]
-        encoder.check_characters(PromptedProblem(problem, data) for problem in shown)
+        encoder.check_characters(prompts.PromptedProblem(problem, data) for problem in shown)
         for task, range_ in levels:
             for level in range_:
                 self.encode(task, level, 0)
@@ -64,11 +61,11 @@ class LevelledProblems:
         fault = ""
         for trial in range(_NUM_TRIED):
             problem = self._make(task, level, number + trial)
-            if is_held_out(self._data, problem):
+            if split.is_held_out(self._data, problem):
                 fault = "they are held out for validation"
                 continue
             try:
-                encoded = self._encoder.encode(PromptedProblem(problem, self._data, task))
+                encoded = self._encoder.encode(prompts.PromptedProblem(problem, self._data, task))
             except DataError as error:
                 fault = str(error)
                 continue

@@ -20,18 +20,12 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.common.numeric import bound
 from tandem.config import Config
-from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.algorithms.running import WithoutGeneration
-from tandem.coordinator.algorithms.step_batch import training_batch
+from tandem.coordinator.algorithms import rewards, running, step_batch
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples import recorded_shards, sample_files
+from tandem.samples import recorded_shards, routed_experts, sample_files, sample_store
 from tandem.samples.batch import SampleBatch
-from tandem.samples.images.chat import VisionTokenizer
-from tandem.samples.images.columns import prompt_images
-from tandem.samples.images.rows import ImageRows, image_folder
-from tandem.samples.routed_experts import as_trained_on, replayed_experts
+from tandem.samples.images import chat, columns, rows
 from tandem.samples.sample_record import RecordedSample
-from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +35,7 @@ SOURCE = "record"
 """The trainers' name for the store."""
 
 
-class RecordedAlgorithm(WithoutGeneration):
+class RecordedAlgorithm(running.WithoutGeneration):
     """An algorithm over a rollout log, with the interface `tandem.coordinator.algorithms.running.RunningAlgorithm`."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
@@ -51,12 +45,12 @@ class RecordedAlgorithm(WithoutGeneration):
             "replay: there are no metrics of each data set or environment: the record does not say whose a sample is"
         )
         self.notices: tuple[str, ...] = (notice,) if several else ()
-        self.images: ImageRows | None = None
+        self.images: rows.ImageRows | None = None
         self._config = config
         self._tokenizer = tokenizer
         self._replay = config.replay
         self._steps: RecordedSteps | None = None
-        self._store: SampleStore | None = None
+        self._store: sample_store.SampleStore | None = None
         self._step = 0
         """The step that the store has samples of."""
         self._records: list[SampleRecord] = []
@@ -69,11 +63,11 @@ class RecordedAlgorithm(WithoutGeneration):
         self._steps, self._step = RecordedSteps(self._config), 0
         self._steps.read_ahead(first_step)
         host = str(urlsplit(coordinator).hostname)
-        self._store = SampleStore(host, run_id, max_tokens=sys.maxsize, trainers=trainers)
+        self._store = sample_store.SampleStore(host, run_id, max_tokens=sys.maxsize, trainers=trainers)
         if self._tokenizer.sees:
             from tandem.samples.images.fetching import answer
 
-            self._store.give_images(partial(answer, image_folder(self._config), run_id))
+            self._store.give_images(partial(answer, rows.image_folder(self._config), run_id))
         return {SOURCE: self._store.at}
 
     def close(self) -> None:
@@ -100,7 +94,7 @@ class RecordedAlgorithm(WithoutGeneration):
         assert purpose == "train", "nothing is validated"
         if step != self._step:
             self._put(step)
-        return training_batch(self._config, step, self._records, self._prompts)
+        return step_batch.training_batch(self._config, step, self._records, self._prompts)
 
     def _put(self, step: int) -> None:
         """Let the store serve the samples of `step`, and of no other step."""
@@ -112,15 +106,17 @@ class RecordedAlgorithm(WithoutGeneration):
         self._records, self._prompts = [], {}
         for sample in samples:
             scored = bound(sample.scored)
-            arrays = as_trained_on(
-                sample.arrays, replayed_experts(self._config), keeps_masks=self._config.replays_sampling_masks
+            arrays = routed_experts.as_trained_on(
+                sample.arrays,
+                routed_experts.replayed_experts(self._config),
+                keeps_masks=self._config.replays_sampling_masks,
             )
             self._store.put((step, scored.group, scored.sample), arrays)
             self._records.append(SampleRecord(scored, SOURCE, step))
             prompt = sample.arrays.token_ids_T[: scored.prompt_length]
             self._prompts[scored.group] = prompt.tobytes()
-            if isinstance(self._tokenizer, VisionTokenizer):
-                images = prompt_images(sample.arrays, scored.prompt_length, self._tokenizer.settings)
+            if isinstance(self._tokenizer, chat.VisionTokenizer):
+                images = columns.prompt_images(sample.arrays, scored.prompt_length, self._tokenizer.settings)
                 self._prompts[scored.group] = prompt.tobytes(), images
         self._step = step
 
@@ -193,7 +189,7 @@ def _refuse_too_few(config: Config, step: int, samples: Sequence[RecordedSample]
     groups: dict[int, list[SampleScored]] = {}
     for sample in samples:
         groups.setdefault(sample.scored.group, []).append(sample.scored)
-    num_informative = sum(has_spread(grpo, group) for group in groups.values())
+    num_informative = sum(rewards.has_spread(grpo, group) for group in groups.values())
     if num_informative < grpo.num_prompts_per_step:
         raise SamplesError(
             f"step {step} needs {grpo.num_prompts_per_step} groups whose rewards differ, and of the {len(groups)} that "

@@ -18,12 +18,10 @@ from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.files import replace_file
 from tandem.common.user_code import shown
 from tandem.common.values import encode_json
-from tandem.config import Config
+from tandem.config import Config, named, schema
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.config.layers import ConfigLayers
 from tandem.config.load import build, lay_over, make_layers
-from tandem.config.named import GENERATED
-from tandem.config.schema import DataConfig
 from tandem.coordinator.api.rewards import RewardFunction
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.prompts import read_question
@@ -62,7 +60,7 @@ class CheckedRows(msgspec.Struct, frozen=True):
         return folder / FOLDER / f"{name}-{hashlib.sha256(self.content).hexdigest()[:12]}.jsonl"
 
 
-def rows_of(dataset: object, data: DataConfig, argument: str) -> CheckedRows:
+def rows_of(dataset: object, data: schema.DataConfig, argument: str) -> CheckedRows:
     """Check a dataset: a list of rows, a ``datasets.Dataset``, or the path of a JSON-lines file.
 
     Raise `DataError` if it is unusable; its text begins with `argument`, the name of what was given.
@@ -214,6 +212,6 @@ def row_keys(config: Config) -> tuple[str, str] | None:
 
     None if the row has both by itself.
     """
-    if config.data.dataset_name in GENERATED:
+    if config.data.dataset_name in named.GENERATED:
         return "question", "answer"
     return None if config.data.input_key == QUESTION else (config.data.input_key, config.data.output_key)

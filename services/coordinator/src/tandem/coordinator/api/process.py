@@ -23,11 +23,9 @@ from typing import IO, Literal
 
 import msgspec
 
-from tandem.common import errors, messages
+from tandem.common import errors, messages, texts
 from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import ConfigError, DamagedCheckpoint, ServiceError, ServiceLost, TandemError
-from tandem.common.messages import MAX_TEXT
-from tandem.common.texts import read_last
 
 Mode = Literal["new", "resume", "restart"]
 _KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TandemError)}
@@ -250,7 +248,7 @@ class RunProcess:
 
     def _describe_loss(self, code: int | None) -> tuple[str, str, str]:
         size = os.fstat(self._console.fileno()).st_size
-        start = max(0, size - MAX_TEXT)
+        start = max(0, size - messages.MAX_TEXT)
         output = os.pread(self._console.fileno(), size - start, start).decode(errors="replace")
         ending = (
             "was killed" if code is None else f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
@@ -258,7 +256,7 @@ class RunProcess:
         return (
             "the run's coordinator",
             "running",
-            f"{ending}; it said last: {' | '.join(read_last(output, _TAIL_LINES)) or 'nothing'}",
+            f"{ending}; it said last: {' | '.join(texts.read_last(output, _TAIL_LINES)) or 'nothing'}",
         )
 
     def _ends_with_the_program(self) -> None:

@@ -1,1 +1,1 @@
-"""The subcommands of ``coordinator``, a module each: `add` declares one and its function."""
+"""The subcommands of ``coordinator``, a module for each or few: `add` declares one and its function."""

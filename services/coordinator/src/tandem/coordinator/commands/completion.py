@@ -1,4 +1,4 @@
-"""``coordinator completion``: print the script with which a shell completes the command line."""
+"""``coordinator completion``: print the script with which a shell completes commands and keys."""
 
 from __future__ import annotations
 
@@ -28,6 +28,45 @@ _tandem_coordinator() {
 }
 complete -o bashdefault -F _tandem_coordinator coordinator
 """
+_BASH_SETTINGS = """
+_tandem_settings() {{
+  local key="" word="$1"
+  # Bash takes words apart at '='.
+  if [[ "$word" == "=" ]]; then key="${{COMP_WORDS[COMP_CWORD-1]}}" word=""
+  elif [[ "${{COMP_WORDS[COMP_CWORD-1]}}" == "=" ]]; then key="${{COMP_WORDS[COMP_CWORD-2]}}"
+  else compgen -W '{keys}' -- "$word"; return
+  fi
+  case "$key" in
+{cases}
+  esac
+}}
+"""
+_ZSH_SETTINGS = """
+_tandem_settings() {{
+  if [[ "$PREFIX" == *=* ]]; then
+    local key="${{PREFIX%%=*}}"
+    compset -P '*='
+    case "$key" in
+{cases}
+    esac
+  else
+    compadd -S '' -- {keys}
+    # Of several folders behind an option, zsh takes the second for a setting.
+    (( ${{words[(I)--model]}} )) && _files -/
+  fi
+}}
+"""
+_FISH_SETTINGS = """
+function _tandem_settings
+  if string match -q '*=*' -- (commandline -ct)
+    printf '%s\\n' {values}
+  else
+    printf '%s\\n' {keys}
+    # Of several folders behind an option, fish takes the second for a setting.
+    contains -- --model (commandline -opc); and __fish_complete_directories (commandline -ct) ''
+  end
+end
+"""
 _MENDED = {
     # shtab registers only an evaluated script, and calls a sourced one at once; this does it the right way round.
     "zsh_eval_context[-1] == eval": "zsh_eval_context[-1] != loadautofunc",
@@ -53,12 +92,10 @@ def add(commands: Commands) -> None:
 def _completion(arguments: argparse.Namespace) -> int:
     import shtab
 
-    from tandem.config.completed_settings import complete_word
-
     shell: str = arguments.shell
     for action in _actions(arguments.root):
         _prepare(action)
-    script = shtab.complete(arguments.root, shell, preamble=complete_word(shell))
+    script = shtab.complete(arguments.root, shell, preamble=_complete_word(shell))
     if shell == "zsh":
         for written, mended in _MENDED.items():
             script = script.replace(written, mended)
@@ -88,7 +125,7 @@ def _prepare(action: argparse.Action) -> None:
 
 def _choices_of_init() -> dict[str, list[str]]:
     """Return the choices of a starting configuration; `coordinator init` itself rejects invalid combinations."""
-    from tandem.launch.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS
+    from tandem.launch.starting import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS
 
     return {
         "algorithm": [*ALGORITHMS],
@@ -104,3 +141,34 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from _actions(inner)
+
+
+def _complete_word(shell: str) -> str:
+    """Return the shell's function `_tandem_settings`, which completes a word: a key, or the value behind one."""
+    keys, choices = _list_settings()
+    listed = " ".join(f"{key}=" for key in keys)
+    quoted = " ".join(f"'{key}='" for key in keys)
+    match shell:
+        case "bash":
+            cases = "\n".join(
+                f"  {key}) compgen -W '{' '.join(words)}' -- \"$word\" ;;" for key, words in choices.items()
+            )
+            return _BASH_SETTINGS.format(keys=listed, cases=cases)
+        case "zsh":
+            cases = "\n".join(f"    {key}) compadd -- {' '.join(words)} ;;" for key, words in choices.items())
+            return _ZSH_SETTINGS.format(keys=quoted, cases=cases)
+        case _:
+            values = " ".join(f"'{key}={word}'" for key, words in choices.items() for word in words)
+            return _FISH_SETTINGS.format(keys=quoted, values=values)
+
+
+def _list_settings() -> tuple[list[str], dict[str, list[str]]]:
+    """Return the keys that have a value of their own, and the values of those that have few."""
+    from tandem.config.conform import list_choices_of_keys
+    from tandem.config.unsupported import NOT_SUPPORTED_YET
+
+    choices = dict(list_choices_of_keys())
+    for row in NOT_SUPPORTED_YET:  # offer no value that would be rejected
+        if all(word in choices.get(row.key, []) for word in row.off):
+            choices[row.key] = [str(word) for word in row.off]
+    return [*choices], {key: words for key, words in choices.items() if words}

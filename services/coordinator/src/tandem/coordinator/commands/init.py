@@ -14,7 +14,7 @@ from tandem.common.errors import OK, TandemError
 from tandem.coordinator.commands.arguments import Commands
 
 if TYPE_CHECKING:
-    from tandem.launch.starting.choices import UserChoices
+    from tandem.launch.starting import UserChoices
 
 _DEFAULT_FILE = "tandem.yaml"
 
@@ -44,8 +44,8 @@ def add(commands: Commands) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from tandem.launch.starting import choices as options
-    from tandem.launch.starting.write import refuse_if_there, write_configurations, write_new_file
+    from tandem.launch import starting as options
+    from tandem.launch.starting import refuse_if_there, write_configurations, write_new_file
 
     path = Path(arguments.file)
     refuse_if_there(path)  # before any question
@@ -66,7 +66,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
 def _choices(arguments: argparse.Namespace) -> UserChoices:
     """Return the choices: from options, else from answers on a terminal, else from defaults."""
-    from tandem.launch.starting import choices as options
+    from tandem.launch import starting as options
 
     asks = sys.stdin.isatty()
     check = partial(options.check_name, "algorithm", known_names=options.ALGORITHMS)

@@ -1,4 +1,4 @@
-"""``coordinator join``: launch this node's services of a run that another node coordinates."""
+"""``coordinator join`` and ``keys``: services of a run that starts on another node, or by hand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, number
 
 
-def add(commands: Commands) -> None:
-    """Declare the command."""
+def add_join(commands: Commands) -> None:
+    """Declare ``join``."""
     join = commands.add_parser(
         "join",
         help="launch this node's part of a run that another coordinates",
@@ -87,3 +87,19 @@ def _join(arguments: argparse.Namespace) -> int:
     for failure in services.failures:
         print(f"error: {failure}", file=sys.stderr)
     return FAILED if services.failures else OK
+
+
+def add_keys(commands: Commands) -> None:
+    """Declare ``keys``."""
+    keys = commands.add_parser("keys", help="make a run's keys, for services that are started by hand")
+    add_config(keys)
+    keys.set_defaults(carry_out=_keys)
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from tandem.common.keys import read_run_keys, write_run_keys
+    from tandem.launch.admission import new_run_keys
+
+    run = Path(load_config(arguments.config, arguments.overrides).logger.log_dir)
+    print(write_run_keys(run, read_run_keys(run) or new_run_keys()))
+    return OK

@@ -1,4 +1,4 @@
-"""``coordinator runs``: a table of all runs below a folder."""
+"""``coordinator runs`` and ``note``: a table of all runs below a folder, and the notes that it shows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.common.errors import OK
+from tandem.common.errors import OK, RunFolderError
 from tandem.coordinator.commands.arguments import Commands
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ _MOST_VIEWED = 8
 """Runs that the last line offers to look at: more curves on one chart cannot be told apart."""
 
 
-def add(commands: Commands) -> None:
-    """Declare the command."""
+def add_runs(commands: Commands) -> None:
+    """Declare ``runs``."""
     runs = commands.add_parser("runs", help="list all runs below a folder: results, notes, tags, differences")
     runs.add_argument(
         "folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs (default: results, or else .)"
@@ -82,3 +82,32 @@ def _place(entry: RunEntry, order: str) -> tuple[float, str]:
         value = float("-inf") if score is None else score.best if score.higher_is_better else -score.best
         return value, row.folder
     return {"name": 0.0, "begun": row.created_at, "time": row.seconds}[order], row.folder
+
+
+def add_note(commands: Commands) -> None:
+    """Declare ``note``."""
+    note = commands.add_parser("note", help="write a note and tags to runs, by which `runs` finds them")
+    note.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders: logger.log_dir of their configurations"
+    )
+    note.add_argument("--text", metavar="TEXT", help="note that replaces the one before; '' for none")
+    note.add_argument(
+        "--tag", action="append", default=[], metavar="TAG", help="tag to add; may be given several times"
+    )
+    note.add_argument("--untag", action="append", default=[], metavar="TAG", help="tag to remove")
+    note.set_defaults(carry_out=_note)
+
+
+def _note(arguments: argparse.Namespace) -> int:
+    from tandem.observe.listing.runs import change_notes
+
+    try:
+        changed = change_notes(arguments.runs, arguments.text, arguments.tag, arguments.untag)
+    except RunFolderError as error:
+        if arguments.text is None and not all(run.exists() for run in arguments.runs[1:]):
+            raise RunFolderError(f"{error}; a note is the text after --text") from error
+        raise
+    for run, notes in zip(arguments.runs, changed, strict=True):
+        tags = f"[{' '.join(notes.tags)}] " if notes.tags else ""
+        print(f"{run}: {tags}{notes.note}".rstrip())
+    return OK

@@ -30,15 +30,7 @@ from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.preparing.beginning import set_aside
-from tandem.observe.evaluation import (
-    INTERVAL,
-    EvaluatedProblem,
-    EvaluationResults,
-    results_of,
-    scores_of,
-    write_results,
-    write_table,
-)
+from tandem.observe import evaluation
 from tandem.observe.run_folder.found_models import Which, models_in
 from tandem.observe.run_folder.journal_file import hold_folder, list_runs_in
 from tandem.samples.model_files import load_tokenizer
@@ -148,13 +140,13 @@ def evaluate(
     folder: Path,
     say: Say,
     fork_server: ServiceForkServer,
-) -> tuple[FinishRun, EvaluationResults | None]:
+) -> tuple[FinishRun, evaluation.EvaluationResults | None]:
     """Evaluate models one after another; return how the last run ended, and the results of finished ones.
 
     The results of a model are on disk before the next one begins.
     """
     rows = []
-    evaluation: EvaluationResults | None = None
+    summary: evaluation.EvaluationResults | None = None
     finish = FinishRun(outcome="finished")
     for number, (model, ready) in enumerate(zip(models, readies, strict=True), 1):
         say(f"evaluating {model.label} ({number} of {len(models)})")
@@ -162,20 +154,20 @@ def evaluate(
         if finish.outcome != "finished":
             break
         algorithm = _algorithm(ready)
-        results = results_of(_list_problems(ready, algorithm), algorithm.validated)
-        rows.append(scores_of(model.label, results, algorithm.validated, base.eval.k_value))
-        evaluation = _describe(ready, base, rows)
+        results = evaluation.results_of(_list_problems(ready, algorithm), algorithm.validated)
+        rows.append(evaluation.scores_of(model.label, results, algorithm.validated, base.eval.k_value))
+        summary = _describe(ready, base, rows)
         try:
-            write_results(folder / f"{model.name}.parquet", results)
-            write_table(folder, evaluation)
+            evaluation.write_results(folder / f"{model.name}.parquet", results)
+            evaluation.write_table(folder, summary)
         except OSError as error:
             raise RunFolderError(f"cannot write results to {folder}: {error.strerror}") from error
-    return finish, evaluation
+    return finish, summary
 
 
-def _describe(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> EvaluationResults:
+def _describe(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> evaluation.EvaluationResults:
     config, sampling = ready.config, read_sampling(base)
-    return EvaluationResults(
+    return evaluation.EvaluationResults(
         source=ready.source,
         dataset_name=config.data.dataset_name,
         environment=", ".join(config.environments),
@@ -186,7 +178,7 @@ def _describe(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> Evalua
         max_new_tokens=sampling["max_new_tokens"],
         seed=choose_seed(base),
         metric=base.eval.metric.replace("k", str(base.eval.k_value)),
-        interval=INTERVAL,
+        interval=evaluation.INTERVAL,
         models=[*rows],
     )
 
@@ -208,7 +200,7 @@ def _check_vocabulary(ready: CheckedConfig, model: EvaluatedModel) -> None:
         )
 
 
-def _list_problems(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[EvaluatedProblem]:
+def _list_problems(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[evaluation.EvaluatedProblem]:
     tokenizer = load_tokenizer(ready.config)
     pictures = None
     if tokenizer.sees:
@@ -218,7 +210,7 @@ def _list_problems(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[Evalu
         pictures = marked_texts(tokenizer, image_folder(ready.config))
     groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
     return [
-        EvaluatedProblem(
+        evaluation.EvaluatedProblem(
             problem_id=group.problem.problem_id,
             question=question_text(group.problem.question),
             prompt=tokenizer.decode(group.prompt_ids, skip_special_tokens=False)

@@ -15,10 +15,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tandem.common import signals
+from tandem.common import messages, process_lifetime, signals
 from tandem.common.errors import INTERRUPTED, OK, ModelError, TandemError, is_shortage
-from tandem.common.messages import ServiceKind
-from tandem.common.process_lifetime import die_with
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.coordinator.observers.checkpoint_evaluations import (
@@ -138,7 +136,7 @@ def _merge(adapters: Path, target: Path) -> Path:
     return target
 
 
-def _list_kinds(config: Config) -> list[ServiceKind]:
+def _list_kinds(config: Config) -> list[messages.ServiceKind]:
     folder = Path(config.logger.log_dir)
     its_own = make_follower_config(config, Path(config.policy.model_name), folder)
     return [kind for kind, count in launched_processes(its_own).items() if count]
@@ -147,7 +145,7 @@ def _list_kinds(config: Config) -> list[ServiceKind]:
 def main() -> int:
     """Evaluate the checkpoints of the run that the command line names."""
     run = Path(sys.argv[1])
-    die_with(int(sys.argv[2]))
+    process_lifetime.die_with(int(sys.argv[2]))
     signals.interrupt_when_asked()
     _, config = read_order(run)
     kinds, environment = _list_kinds(config), config.policy.environment

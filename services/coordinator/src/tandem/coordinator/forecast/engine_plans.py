@@ -8,19 +8,16 @@ from tandem.common.errors import ConfigError
 from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.coordinator.forecast.measured_models import LayerCache
-from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import ParallelDeployment
-from tandem.refit.adapters.huggingface import HuggingFace
-from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.adapters import catalogue, deployment, huggingface, vllm
 
 
 class EnginePlan(Protocol):
     """Where an engine's weights lie, and in which element types."""
 
-    def divide(self, config: Config) -> ParallelDeployment:
+    def divide(self, config: Config) -> deployment.ParallelDeployment:
         """Return how the engines divide the model."""
 
-    def shape(self, config: Config, model: ModelShape) -> ModelShape:
+    def shape(self, config: Config, model: catalogue.ModelShape) -> catalogue.ModelShape:
         """Return the model as an engine keeps it. Raises `ConfigError` for an element type that it does not have."""
 
     def measure_cache(self, config: Config, layer: LayerCache) -> float:
@@ -36,11 +33,11 @@ def find_plan(config: Config) -> EnginePlan:
 class EmbeddedPlan:
     """Whole models, in the policy's element type."""
 
-    def divide(self, config: Config) -> ParallelDeployment:
+    def divide(self, config: Config) -> deployment.ParallelDeployment:
         """Return how the engines divide the model."""
-        return HuggingFace(config.cluster.rollouts)
+        return huggingface.HuggingFace(config.cluster.rollouts)
 
-    def shape(self, config: Config, model: ModelShape) -> ModelShape:
+    def shape(self, config: Config, model: catalogue.ModelShape) -> catalogue.ModelShape:
         """Return the model as an engine keeps it."""
         return model.cast(config.policy.precision)
 
@@ -65,17 +62,17 @@ _VLLM_DTYPES = {
 class VllmPlan:
     """vLLM's workers, each with its share of layers, heads and experts."""
 
-    def divide(self, config: Config) -> ParallelDeployment:
+    def divide(self, config: Config) -> deployment.ParallelDeployment:
         """Return how the engines divide the model."""
         settings = config.policy.generation.vllm_cfg
-        return Vllm(
+        return vllm.Vllm(
             tp=settings.tensor_parallel_size,
             pp=settings.pipeline_parallel_size,
             replicas=config.cluster.rollouts,
             expert_parallel=settings.expert_parallel_size > 1,
         )
 
-    def shape(self, config: Config, model: ModelShape) -> ModelShape:
+    def shape(self, config: Config, model: catalogue.ModelShape) -> catalogue.ModelShape:
         """Return the model as an engine keeps it. Raises `ConfigError` for an element type that vLLM does not have."""
         dtype = self._find_dtype(config)
         return model.cast("bfloat16").quantised() if dtype == "fp8" else model.cast(dtype)

@@ -11,21 +11,9 @@ from rich.table import Table
 
 from tandem.config import Config
 from tandem.config.models import lora
+from tandem.coordinator.forecast import activations, plan_ages, sides
 from tandem.coordinator.forecast import plan_json as outline
-from tandem.coordinator.forecast.activations import bound_image_tokens
 from tandem.coordinator.forecast.memory import BesideModel, columns, describe_beside_models, memory_of, size_of_gpu
-from tandem.coordinator.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
-from tandem.coordinator.forecast.sides import (
-    ForecastSide,
-    describe_cache,
-    find_config_json,
-    generation,
-    is_asked,
-    model_shape,
-    sides,
-    training,
-    words,
-)
 from tandem.coordinator.forecast.transfers import SHARE, DifferenceForecast, RefitForecast, is_on_gpus, predict
 from tandem.refit.layout import Tensor
 from tandem.refit.planner import LinkSurvey
@@ -39,7 +27,7 @@ _WIDTH = 120
 """Width of the output, in columns, where it is not a terminal: the reasons of links fit."""
 
 
-def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVEN) -> None:
+def explain(config: Config, console: Console, given_rates: plan_ages.GivenRates = plan_ages.NOT_GIVEN) -> None:
     """Print the parts of a run, and how weights get from its trainers to its engines.
 
     Asynchronous steps are predicted from rates, `given_rates` or measured before. Raise `ConfigError`, `ModelError`, or
@@ -47,8 +35,8 @@ def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVE
     """
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
-    model = model_shape(config)
-    forecast_sides = None if isinstance(model, str) else sides(config, model)
+    model = sides.model_shape(config)
+    forecast_sides = None if isinstance(model, str) else sides.sides(config, model)
     generates = config.generates
     explained = predict(config, *forecast_sides) if forecast_sides and generates else None
     beside = () if isinstance(model, str) else describe_beside_models(config, model)
@@ -58,7 +46,7 @@ def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVE
     for line in outline.steps(config):
         console.print(f"  {line}")
     if forecast_sides is None:
-        has_config = not isinstance(find_config_json(config), str)
+        has_config = not isinstance(sides.find_config_json(config), str)
         console.print(
             f"unknown: parameters, memory and transfers, because {model}{'' if has_config else ';'}", soft_wrap=True
         )
@@ -69,9 +57,9 @@ def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVE
         if generates:
             _print_cache(config, console)
     if generates:
-        print_ages(config, given_rates, explained.cost.seconds if explained else None, console)
+        plan_ages.print_ages(config, given_rates, explained.cost.seconds if explained else None, console)
     if explained:
-        if forecast_sides and is_asked(generation(config), forecast_sides[1].model):
+        if forecast_sides and sides.is_asked(sides.generation(config), forecast_sides[1].model):
             console.print(_ASKED, soft_wrap=True)
         _print_links(explained.survey, console)
         _print_loads(explained, console)
@@ -83,17 +71,20 @@ def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVE
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print_ranks(config: Config, forecast_sides: tuple[ForecastSide, ForecastSide] | None, console: Console) -> None:
+def _print_ranks(
+    config: Config, forecast_sides: tuple[sides.ForecastSide, sides.ForecastSide] | None, console: Console
+) -> None:
     size = ""
     if forecast_sides:
         size = f": {_parameters([each for each in forecast_sides[0].model.tensors if not lora.is_adapter(each.name)])}"
     console.print(f"[bold]{config.policy.model_name}[/]{size}", soft_wrap=True)
-    trains, generates = training(config), generation(config)
-    console.print(f"  {outline.ranks_of_training(config)}: {words(config, trains)}{_dtypes(forecast_sides, 0)}")
+    trains, generates = sides.training(config), sides.generation(config)
+    console.print(f"  {outline.ranks_of_training(config)}: {sides.words(config, trains)}{_dtypes(forecast_sides, 0)}")
     if config.generates:
         ranks = generates.num_ranks
         console.print(
-            f"  {ranks} engine rank{'s' if ranks > 1 else ''}: {words(config, generates)}{_dtypes(forecast_sides, 1)}"
+            f"  {ranks} engine rank{'s' if ranks > 1 else ''}: "
+            f"{sides.words(config, generates)}{_dtypes(forecast_sides, 1)}"
         )
     else:
         console.print(f"  no engines: {config.algorithm} generates nothing, and no weights move")
@@ -116,7 +107,7 @@ def _parameters(tensors: Sequence[Tensor]) -> str:
     return f"{number} parameters in {len(tensors):,} tensors"
 
 
-def _dtypes(forecast_sides: tuple[ForecastSide, ForecastSide] | None, side: int) -> str:
+def _dtypes(forecast_sides: tuple[sides.ForecastSide, sides.ForecastSide] | None, side: int) -> str:
     return (
         f"; {', '.join(sorted({tensor.dtype for tensor in forecast_sides[side].model.tensors}))}"
         if forecast_sides
@@ -126,7 +117,7 @@ def _dtypes(forecast_sides: tuple[ForecastSide, ForecastSide] | None, side: int)
 
 def _print_memory(
     config: Config,
-    trainers: ForecastSide,
+    trainers: sides.ForecastSide,
     explained: RefitForecast | None,
     beside: Sequence[BesideModel],
     console: Console,
@@ -154,7 +145,7 @@ def _print_memory(
         table.add_row(phase.name, *(f"{size / 1e9:,.2f}" for size in sizes))
     console.print(table)
     if any(phase.parts.get("images") for phase in memory.phases):
-        share = bound_image_tokens(config, 1.0)
+        share = activations.bound_image_tokens(config, 1.0)
         console.print(f"  images: as if all tokens of prompts stood for some, {share:.0%} of a micro-batch's")
     size = size_of_gpu()
     if size is not None and not location and peak.num_bytes > size:
@@ -163,7 +154,7 @@ def _print_memory(
 
 def _print_cache(config: Config, console: Console) -> None:
     """Print what an engine keeps of a sequence, by kind of layer."""
-    cache = describe_cache(config)
+    cache = sides.describe_cache(config)
     if cache is None:
         console.print("  what an engine keeps of a sequence is unknown: the model does not run without elements")
         return

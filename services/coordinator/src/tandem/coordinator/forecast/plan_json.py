@@ -8,16 +8,7 @@ import msgspec
 
 from tandem.config import Config, notices
 from tandem.config.unsupported import describe_refusal
-from tandem.coordinator.forecast.memory import (
-    BesideModel,
-    Bytes,
-    as_policy,
-    describe_beside_models,
-    memory_of,
-    models_beside,
-    name_of,
-    part_of,
-)
+from tandem.coordinator.forecast import memory
 from tandem.coordinator.forecast.sides import (
     ForecastSide,
     SequenceCache,
@@ -41,20 +32,20 @@ def ranks_of_training(config: Config) -> str:
     return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{others_phrase}"
 
 
-def describe_beside(config: Config, known_models: Sequence[BesideModel]) -> Iterator[str]:
+def describe_beside(config: Config, known_models: Sequence[memory.BesideModel]) -> Iterator[str]:
     """Describe the division of each model beside the policy, with bytes if what trainers hold is known."""
     of_name = {each.name: each for each in known_models}
-    for model, number in models_beside(config):
-        model_config, name = as_policy(config, model, number), name_of(config, model, number)
+    for model, number in memory.models_beside(config):
+        model_config, name = memory.as_policy(config, model, number), memory.name_of(config, model, number)
         ranks = model_config.cluster.trainers
         location = f"{_count(ranks, 'rank')} of its own" if model in config.processes_of else "the same ranks"
         division = words(model_config, training(model_config))
         yield f"{name}, on {location}: {division}{_describe_sizes(of_name[name]) if known_models else ''}"
 
 
-def _describe_sizes(model: BesideModel) -> str:
+def _describe_sizes(model: memory.BesideModel) -> str:
     """Return a model's element types, and the bytes of the rank that holds most of it."""
-    part, dtypes = part_of(model), ", ".join(sorted({tensor.dtype for tensor in model.side.model.tensors}))
+    part, dtypes = memory.part_of(model), ", ".join(sorted({tensor.dtype for tensor in model.side.model.tensors}))
     learning = f", {part.peak / 1e9:,.2f} GB with gradients and optimizer" if model.is_trained else ""
     assumed = f", as if it had the policy's shape: {model.unknown}" if model.unknown else ""
     return f"; {dtypes}; {part.weights / 1e9:,.2f} GB of weights a rank{learning}{assumed}"
@@ -149,7 +140,7 @@ class PlannedPhase(msgspec.Struct, frozen=True):
     """A phase of a step on the trainer that needs most."""
 
     name: str
-    held: Bytes
+    held: memory.Bytes
     num_bytes: float
 
 
@@ -188,16 +179,16 @@ def describe_plan(config: Config) -> RunPlan:
     if isinstance(shape, str):
         return RunPlan(unknown=shape, trainer=0, phases=(), models=(), engines=None, refit=None, notes=notes)
     trainers, engines = sides(config, shape)
-    beside = describe_beside_models(config, shape)
+    beside = memory.describe_beside_models(config, shape)
     forecast = predict(config, trainers, engines) if config.generates else None
-    memory = memory_of(
+    needs = memory.memory_of(
         config,
         trainers,
         with_activations=is_on_gpus(config),
         of_refit=None if forecast is None else forecast.memory,
         beside=beside,
     )
-    learning = memory.resident["gradients"] + memory.resident["optimizer"]
+    learning = needs.resident["gradients"] + needs.resident["optimizer"]
     refit = None
     if forecast is not None:
         moved: dict[str, int] = {}
@@ -209,8 +200,8 @@ def describe_plan(config: Config) -> RunPlan:
         )
     return RunPlan(
         unknown="",
-        trainer=memory.rank,
-        phases=tuple(PlannedPhase(phase.name, phase.parts, phase.num_bytes) for phase in memory.phases),
+        trainer=needs.rank,
+        phases=tuple(PlannedPhase(phase.name, phase.parts, phase.num_bytes) for phase in needs.phases),
         models=(_policy(config, trainers, learning), *map(_plan_model, beside)),
         engines=_policy(config, engines, 0.0) if config.generates else None,
         cache=describe_cache(config) if config.generates else None,
@@ -234,8 +225,8 @@ def _policy(config: Config, side: ForecastSide, learning: float) -> PlannedModel
     )
 
 
-def _plan_model(model: BesideModel) -> PlannedModel:
-    part, deployment = part_of(model), model.side.deployment
+def _plan_model(model: memory.BesideModel) -> PlannedModel:
+    part, deployment = memory.part_of(model), model.side.deployment
     return PlannedModel(
         name=model.name,
         ranks=deployment.num_ranks,

@@ -12,10 +12,7 @@ import msgspec
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
-from tandem.config.models import lora
-from tandem.config.models.families import VLLM_PLANNED
-from tandem.config.models.model_sizes import find_config_file
-from tandem.config.models.vision_families import VISION
+from tandem.config.models import families, lora, model_sizes, vision_families
 from tandem.coordinator.forecast.engine_plans import find_plan
 from tandem.coordinator.forecast.measured_models import LayerCache, derive_cache, measure_model
 from tandem.refit.adapters.catalogue import ModelShape, make_shape, read_shape
@@ -65,7 +62,7 @@ def _deploy_engines(config: Config, model: ModelShape) -> ParallelDeployment:
 def is_asked(deployment: ParallelDeployment, model: ModelShape) -> bool:
     """Return whether vLLM's loader is asked for its layout when engines start, since no table here has it."""
     geometry = model.as_text.geometry
-    return isinstance(deployment, Vllm) and (geometry is None or geometry.model_type not in VLLM_PLANNED)
+    return isinstance(deployment, Vllm) and (geometry is None or geometry.model_type not in families.VLLM_PLANNED)
 
 
 def _add_adapters(config: Config, model: ModelShape) -> ModelShape:
@@ -168,7 +165,7 @@ def model_shape(config: Config) -> ModelShape | str:
     if config_json.get("model_type") in FAMILIES:
         return read_shape(folder) if has_weights else make_shape(config_json)
     try:
-        if config_json.get("model_type") in VISION:
+        if config_json.get("model_type") in vision_families.VISION:
             return make_shape(config_json)
         return measure_model(config_json, config.policy.max_total_sequence_length).shape
     except ModelError as error:  # files of vision models leave out what their library assumes
@@ -180,7 +177,11 @@ def find_config_json(config: Config) -> dict[str, Any] | str:
 
     Raise `ModelError` if the model's files are unusable.
     """
-    folder, new, path = Path(config.policy.model_name), config.policy.new_model, find_config_file(config.policy)
+    folder, new, path = (
+        Path(config.policy.model_name),
+        config.policy.new_model,
+        model_sizes.find_config_file(config.policy),
+    )
     if path is not None:
         return {**_read_json(path), **(config.policy.hf_config_overrides or {})}
     if new is not None:

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tandem.config import Config
-from tandem.config.placement import find_first_gpu_of_engines
-from tandem.config.schema import LinkRates
+from tandem.config import Config, placement, schema
 from tandem.coordinator.forecast.sides import ForecastSide
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.cost import RefitCost, bucket_memory, cost
@@ -43,7 +41,7 @@ class DifferenceForecast(msgspec.Struct, frozen=True):
 
 
 def differences(
-    config: Config, links: Sequence[FlowLink], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates
+    config: Config, links: Sequence[FlowLink], layouts: Mapping[str, Layout], num_sources: int, rates: schema.LinkRates
 ) -> DifferenceForecast | None:
     """Predict a refit in which `SHARE` has changed; None if the configuration sends no differences."""
     if config.refit.differences == "off" or config.policy.adapters is not None:
@@ -122,7 +120,7 @@ def _hosts(config: Config, trainers: ForecastSide, engines: ForecastSide) -> tup
             HostNames("node", -(-num_engines // num_nodes), has_gpus=False),
         )
     hosts = HostNames("node", config.cluster.gpus_per_node)
-    return hosts, msgspec.structs.replace(hosts, first=find_first_gpu_of_engines(config))
+    return hosts, msgspec.structs.replace(hosts, first=placement.find_first_gpu_of_engines(config))
 
 
 def is_on_gpus(config: Config) -> bool:

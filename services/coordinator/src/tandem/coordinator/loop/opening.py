@@ -1,6 +1,7 @@
-"""The invocation of a run, and what it holds to its end: socket, run folder, journal, observers.
+"""The invocation of a run, what it holds to its end, and the parts of each of its attempts.
 
-An invocation is the configuration to run, the mode, and the resources of its caller.
+An invocation is the configuration to run, the mode, and the resources of its caller. Socket, run folder, journal and
+observers are held to the end. An attempt has the scheduler and its spec, the rollout log, and the loop around them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -17,26 +21,42 @@ import msgspec
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, find_key_file, read_run_keys, write_run_keys
-from tandem.common.messages import Listener, RewardServer
+from tandem.common.messages import BuildEngine, BuildTrainer, Listener, RewardServer
 from tandem.config import Config, config_to_json, dump_yaml, make_plain
 from tandem.config.models.vision_families import family_of
+from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.loop.batches import StepBatches
+from tandem.coordinator.loop.interrupts import PendingInterrupts
+from tandem.coordinator.loop.loop import CoordinatorLoop, RunParts
+from tandem.coordinator.loop.recorder import ResultRecorder
+from tandem.coordinator.loop.restored_samples import RestoredSamples
+from tandem.coordinator.loop.spec import run_spec
+from tandem.coordinator.observers import finished_steps, live_file, observer, progress, timeline, watching
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import PageObserver, TraceObserver, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig
-from tandem.coordinator.preparing.resuming import refuse_changes
-from tandem.launch.admission import ListeningSocket, new_run_keys
+from tandem.coordinator.preparing.resuming import StartingPoint, refuse_changes
+from tandem.coordinator.processes.registry import ProcessRegistry
+from tandem.coordinator.processes.replies import Replies, SampleLimits
+from tandem.coordinator.scheduler import RunSpec, Scheduler, events
+from tandem.launch import admission, page_process
 from tandem.launch.fork_server import ServiceForkServer
-from tandem.launch.known_processes import ProcessesSnapshot, find_earlier
-from tandem.launch.page_process import PageProcess, open_page_socket
+from tandem.launch.known_processes import KnownProcesses, ProcessesSnapshot, find_earlier, orphan_timeout_s
+from tandem.launch.launch import LocalProcesses, OwnCredentials
+from tandem.launch.nodes import KINDS, expected_processes, launched_processes
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
 from tandem.launch.preparing.hub_data import list_data_files, list_prompt_files
 from tandem.launch.preparing.needed_models import make_model
 from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder import journal_file
+from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_writer import Journal
+from tandem.samples.batch_sharding import scoring_trainers
 from tandem.samples.images.rows import image_folder
+from tandem.samples.sample_files import RestoreLimits, SampleFolder
 
 if TYPE_CHECKING:
     from tandem.coordinator.loop.loop import CoordinatorLoop
@@ -92,7 +112,7 @@ class CommandInvocation(msgspec.Struct, frozen=True, kw_only=True):
 class OpenedResources(msgspec.Struct, frozen=True, kw_only=True):
     """The resources that a run holds open from its beginning to its end."""
 
-    listening: ListeningSocket
+    listening: admission.ListeningSocket
     earlier: ProcessesSnapshot | None
     """Processes of a lost coordinator, if the run goes on after that."""
     journal: Journal
@@ -112,7 +132,9 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     """Open all that a run needs on this host; `stack` closes it. With ``--restart``, set aside what was there."""
     config, mode, say = invocation.ready.config, invocation.mode, invocation.say
     folder = Path(config.logger.log_dir)
-    keys = read_run_keys(folder) or new_run_keys()  # before the folder is set aside: services may wait with them
+    keys = (
+        read_run_keys(folder) or admission.new_run_keys()
+    )  # before the folder is set aside: services may wait with them
     # Before the journal: a run that cannot listen has not begun.
     earlier = None
     if mode == "resume":
@@ -124,7 +146,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     exporter = serve_prometheus(config.logger, stack)
     if exporter is not None:
         say(f"metrics: {exporter.url}")
-    listener = open_page_socket(config.logger.page)
+    listener = page_process.open_page_socket(config.logger.page)
     if listener is not None:
         stack.callback(listener.close)
     run_id = _name_run(config, mode, say)
@@ -145,7 +167,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     images_at = None if family_of(config.policy) is None else _serve_images(config, run_id, listening, stack)
     watching: list[Observer] = []
     if listener is not None:
-        page = PageProcess(journal.folder, listener)
+        page = page_process.PageProcess(journal.folder, listener)
         stack.callback(page.close)
         say(f"page: {page.url}")
         watching.append(PageObserver(page))
@@ -218,16 +240,18 @@ def _agent_programs(config: Config) -> list[str]:
     return [word for word in words if Path(word).is_file() and Path(word).stat().st_size < _LONGEST_PROGRAM]
 
 
-def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> ListeningSocket:
+def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> admission.ListeningSocket:
     """Listen; if any port will do, at the address of an earlier coordinator, where its processes look for one."""
     earlier_keys = () if earlier is None else earlier.keys
     if earlier is not None and address.endswith(_ANY_PORT):
         with contextlib.suppress(ConfigError):  # another program has it now
-            return ListeningSocket(earlier.address, keys, find_key_file(folder), earlier_keys)
-    return ListeningSocket(address, keys, find_key_file(folder), earlier_keys)
+            return admission.ListeningSocket(earlier.address, keys, find_key_file(folder), earlier_keys)
+    return admission.ListeningSocket(address, keys, find_key_file(folder), earlier_keys)
 
 
-def _serve_images(config: Config, run_id: str, listening: ListeningSocket, stack: contextlib.ExitStack) -> Listener:
+def _serve_images(
+    config: Config, run_id: str, listening: admission.ListeningSocket, stack: contextlib.ExitStack
+) -> Listener:
     """Give the run's images to its processes that do not see its folder; `stack` ends it."""
     from tandem.samples.images.fetching import ImageServer
 
@@ -310,3 +334,225 @@ def _refuse_to_move_the_model(config: Config, *folders: Path) -> None:
                 f"cannot set {folder} aside for --restart: policy.model_name, {config.policy.model_name!r}, lies "
                 "within it, and policy.new_model does not say how to make it; move the model elsewhere first"
             )
+
+
+_COMMANDS_OF_A_COORDINATOR = 1 << 32
+
+
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state that an attempt takes over from those before it."""
+
+    live_snapshot: live_file.LiveSnapshot
+    """State of the observers."""
+    next_command_id: int = 1
+    """Next command id, above those of all earlier requests."""
+    replaced_at: tuple[float, ...] = ()
+    """Times of replacements, by `time.monotonic`; trainers that restart together count once."""
+    departed: tuple[str, ...] = ()
+    """Engines that have left and are not replaced."""
+    has_started: bool = False
+    """Whether an attempt has reached its first step."""
+
+
+def lasting(invocation: CommandInvocation, opened: OpenedResources) -> RunParts:
+    """Make the parts that last through all attempts. No process is started yet."""
+    config, listening = invocation.ready.config, opened.listening
+    admits = OwnCredentials(listening.hub.at, listening.admitted)
+    heartbeat = admission.HeartbeatSettings(
+        interval_s=config.cluster.heartbeat_interval_s,
+        timeout_s=config.cluster.heartbeat_timeout_s,
+        orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
+    )
+    logs = opened.journal.folder / "logs"
+    known_processes = KnownProcesses(
+        opened.journal.folder, listening.hub.address, is_kept=heartbeat.orphan_timeout_s > 0, earlier=opened.earlier
+    )
+    interrupts = PendingInterrupts()
+    observers = list(opened.watching)
+    if config.checkpointing.enabled and config.checkpointing.checkpoint_must_save_by is not None:
+        observers.append(finished_steps.TimeLimit(config.checkpointing.checkpoint_must_save_by, interrupts.ask))
+    earlier = opened.journal.steps if invocation.from_step is None else list
+    observers += finished_steps.validation_stop(config, earlier, interrupts.reach)
+    return RunParts(
+        known_processes=known_processes,
+        registry=_registry(config, opened, heartbeat, known_processes),
+        processes=LocalProcesses(
+            admits, logs, invocation.fork_server, invocation.supervision, are_kept=heartbeat.orphan_timeout_s > 0
+        ),
+        interrupts=interrupts,
+        observers=tuple(observers),
+    )
+
+
+def assemble(
+    invocation: CommandInvocation,
+    opened: OpenedResources,
+    lasting: RunParts,
+    snapshot: RunSnapshot,
+    checkpoints: CheckpointFolder,
+    start: StartingPoint,
+    limits: RestoreLimits,
+    stack: contextlib.ExitStack,
+) -> tuple[CoordinatorLoop, live_file.LiveFile]:
+    """Make the loop of an attempt that begins at `start`, and its live file; `stack` closes their resources.
+
+    `limits` restrict the samples that may be restored from the rollout log.
+    """
+    config, algorithm = invocation.ready.config, invocation.ready.algorithm
+    samples = SampleFolder(config.logger, [f"trainer-{index}" for index in scoring_trainers(config)])
+    spec = run_spec(
+        config,
+        first_step=start.first_step,
+        last_step=algorithm.num_steps,
+        num_validation=algorithm.num_validation,
+        resume_from=start.resume_from,
+        checkpoint_folder=checkpoints.temporary_pattern,
+        samples_folder=str(samples.path),
+        reward_server=invocation.reward_server,
+    )
+    spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
+    front_end = invocation.front_end
+    spec = spec if front_end is None else front_end.spec(spec)
+    algorithm.resume(opened.journal.steps)
+    run_id = opened.journal.run_id
+    sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
+    live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)
+    stack.callback(observers.close)
+    if opened.evaluations is not None:
+        stack.enter_context(opened.evaluations.telling(observers.amended))
+    recorder = ResultRecorder(config, opened.journal, checkpoints, samples, observers)
+    make = CoordinatorLoop if front_end is None else front_end.loop
+    schedule = Scheduler if opened.images_at is None else partial(_ImageScheduler, opened.images_at)
+    loop = make(
+        schedule(
+            spec,
+            time.monotonic(),
+            is_informative=partial(has_spread, config.rollout_section) if config.declaration.rolls_out else bool,
+            first_command_id=snapshot.next_command_id,
+        ),
+        lasting,
+        algorithm,
+        StepBatches(config, algorithm, sources),
+        recorder,
+        partial(_find_restored, invocation, samples, start.first_step, limits, run_id, recorder.note),
+    )
+    return loop, live
+
+
+class _ImageScheduler(Scheduler):
+    """The scheduler of a vision model's run: processes are told at their building where images are."""
+
+    def __init__(self, images_at: Listener, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._images_at = images_at
+
+    def handle(self, event: events.Event) -> list[events.Action]:
+        """Take one event; return the actions it leads to, with the address of images in each command to build."""
+        actions = super().handle(event)
+        for place, action in enumerate(actions):
+            if isinstance(action, events.DispatchCommand) and isinstance(action.command, BuildEngine | BuildTrainer):
+                command = msgspec.structs.replace(action.command, images_at=self._images_at)
+                actions[place] = msgspec.structs.replace(action, command=command)
+        return actions
+
+
+def find_first_command_id(opened: OpenedResources) -> int:
+    """Return an id above that of every request of earlier coordinators: none is used twice in a run."""
+    return 1 + (opened.journal.num_begun - 1) * _COMMANDS_OF_A_COORDINATOR
+
+
+def _registry(
+    config: Config, opened: OpenedResources, heartbeat: admission.HeartbeatSettings, known_processes: KnownProcesses
+) -> ProcessRegistry:
+    replies = Replies(SampleLimits.of(config), find_first_command_id(opened) - 1)
+    expected, run_id = expected_processes(config), opened.journal.run_id
+    max_rollouts = config.cluster.max_rollouts
+    return ProcessRegistry(
+        opened.listening, expected, config_to_json(config), run_id, heartbeat, replies, max_rollouts, known_processes
+    )
+
+
+def _observers(
+    invocation: CommandInvocation,
+    opened: OpenedResources,
+    lasting: Sequence[observer.Observer],
+    spec: RunSpec,
+    snapshot: RunSnapshot,
+) -> tuple[live_file.LiveFile, observer.ObserverGroup]:
+    """Make the observers of an attempt, and its live file among them; the next attempt takes over the file's state."""
+    config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
+    live = live_file.LiveFile(config, folder, spec.last_step, history, snapshot.live_snapshot)
+    display: observer.Observer
+    is_quick = not config.declaration.rolls_out
+    if invocation.front_end is not None:
+        display = invocation.front_end.display()
+    else:
+        is_due = finished_steps.QuickSteps(spec.last_step).is_due if is_quick else None
+        began_at, again = snapshot.live_snapshot.began_at, snapshot.live_snapshot.records
+        display = progress.ProgressDisplay(config, spec, history, began_at=began_at, again=again, is_due=is_due)
+    observers: list[observer.Observer] = [
+        *([finished_steps.StepLog(folder, spec.last_step)] if is_quick else []),
+        *([watching.DashboardObserver(opened.writers)] if len(opened.writers) else []),
+        display,
+        live,
+        finished_steps.CurveFile(folder, history),
+        timeline.TimelineWriter(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
+        *(
+            [watching.EngineServers(folder)]
+            if config.generates and config.policy.generation.takes_external_requests
+            else []
+        ),
+        # What it advises are keys of data and rewards, which a front end's clients bring.
+        *([finished_steps.HealthWarnings(config, history)] if invocation.front_end is None else []),
+        *lasting,
+    ]
+    if opened.exporter is not None:
+        observers.append(watching.MetricsObserver(opened.exporter, live, history[-1] if history else None))
+    if opened.traces is not None:
+        observers.append(opened.traces)
+    if invocation.supervision is not None:
+        observers.append(watching.SupervisorObserver(invocation.supervision))
+    return live, observer.ObserverGroup(observers)
+
+
+def _find_restored(
+    invocation: CommandInvocation, samples: SampleFolder, first_step: int, limits: RestoreLimits, run_id: str, say: Say
+) -> dict[events.Place, events.RestoredGroup]:
+    """Put the rollout log of the coming steps aside; return the groups that need not be generated again."""
+    config = invocation.ready.config
+    try:
+        samples.put_aside_after(first_step - 1, limits)
+    except OSError as error:
+        say(f"what had been generated is generated again: cannot use {samples.path}: {error.strerror}")
+        return {}
+    if config.logger.samples == "off" or not config.generates:
+        return {}
+    return RestoredSamples(config, samples, run_id, say).find(invocation.ready.algorithm, first_step)
+
+
+def _serve_record(
+    algorithm: RunningAlgorithm, registry: ProcessRegistry, run_id: str, first_step: int, stack: contextlib.ExitStack
+) -> dict[str, Listener]:
+    """Serve restored samples to trainers if the algorithm trains on them; return the listeners, by source."""
+    from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
+
+    if not isinstance(algorithm, RecordedAlgorithm):
+        return {}
+    stack.callback(algorithm.close)
+    return algorithm.serve(registry.address, run_id, first_step, registry.trainers)
+
+
+def describe_processes(config: Config, listening: admission.ListeningSocket) -> str:
+    """Describe what is launched here, and the commands that start the rest elsewhere."""
+    expected, launched = expected_processes(config), launched_processes(config)
+    lines = [f"coordinator listens on {listening.hub.address}"]
+    for kind in KINDS:
+        num_launched, total = launched.get(kind, 0), expected.get(kind, 0)
+        if num_launched:
+            lines.append(f"  {num_launched} {kind} process{'es' if num_launched > 1 else ''} launched here")
+        if total > num_launched:
+            lines.append(f"  {total - num_launched} to be started by hand: {listening.describe_joining(kind)}")
+    max_rollouts = config.cluster.max_rollouts
+    if config.generates and (max_rollouts is None or max_rollouts > config.cluster.rollouts):
+        lines.append(f"  more rollouts may join at any time: {listening.describe_joining('rollout')}")
+    return "\n".join(lines)

@@ -25,9 +25,17 @@ import msgspec
 from tandem.common import errors, messages, signals
 from tandem.config import Config
 from tandem.config.model_names import fetch_models
-from tandem.coordinator.loop.assembling import RunSnapshot, assemble, describe_processes, find_first_command_id, lasting
 from tandem.coordinator.loop.loop import CoordinatorLoop
-from tandem.coordinator.loop.opening import CommandInvocation, OpenedResources, open_run
+from tandem.coordinator.loop.opening import (
+    CommandInvocation,
+    OpenedResources,
+    RunSnapshot,
+    assemble,
+    describe_processes,
+    find_first_command_id,
+    lasting,
+    open_run,
+)
 from tandem.coordinator.loop.restored_samples import limits_of
 from tandem.coordinator.model_folders import check_model, check_reward_models, check_teachers
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
@@ -36,9 +44,7 @@ from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, ResumePoints, 
 from tandem.coordinator.scheduler.engines.processes import ProcessFailures
 from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.events import FinishRun, ProcessLost
-from tandem.launch.child import select_within
-from tandem.launch.known_processes import ProcessesSnapshot
-from tandem.launch.nodes import launched_processes
+from tandem.launch import child, known_processes, nodes
 from tandem.launch.preparing.beginning import has_begun
 from tandem.launch.preparing.needed_models import list_missing_models, make_model
 from tandem.observe.exporters.telemetry import TensorBoardWriter
@@ -215,7 +221,7 @@ class RunAttempts:
         """
         supervision, launched = self._invocation.supervision, _list_launched(self._config)
         kept_pids = {} if supervision is None else supervision.begun.kept
-        earlier = self._opened.earlier or ProcessesSnapshot(address="")
+        earlier = self._opened.earlier or known_processes.ProcessesSnapshot(address="")
         earlier = earlier.release_names([name for name in launched if name not in kept_pids])
         present = [name for name in launched if name in earlier.staying]
         if supervision is not None:
@@ -238,7 +244,7 @@ class RunAttempts:
     def _carry_out_all(self, start: StartingPoint) -> FinishRun:
         """Start what is launched here, and carry out one attempt after another; return how the last one ended."""
         present = self._expect_back()
-        for kind, count in launched_processes(self._config).items():
+        for kind, count in nodes.launched_processes(self._config).items():
             absent = [index for index in range(count) if f"{kind}-{index}" not in {*present, *self._snapshot.departed}]
             self._registry.names.reserve(*(self._lasting.processes.start(kind, index) for index in absent))
         while True:
@@ -324,7 +330,7 @@ class RunAttempts:
         lost |= loop.losses.lost
         num_lost = len({"trainers" if _is_trainer(name) else name for name in lost})
         cluster, now = self._config.cluster, time.monotonic()
-        recent = select_within(cluster.replacement_window_s, now, self._snapshot.replaced_at)
+        recent = child.select_within(cluster.replacement_window_s, now, self._snapshot.replaced_at)
         if len(recent) + num_lost > cluster.max_replacements:
             return {}
         loop.recorder.observers.replaced(num_lost)
@@ -397,7 +403,7 @@ class RunAttempts:
 
 
 def _list_launched(config: Config) -> list[str]:
-    return [f"{kind}-{index}" for kind, count in launched_processes(config).items() for index in range(count)]
+    return [f"{kind}-{index}" for kind, count in nodes.launched_processes(config).items() for index in range(count)]
 
 
 def _is_trainer(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.messages import Listener, RewardServer
+from tandem.common.messages import RewardServer
 from tandem.config import Config
 from tandem.coordinator.scheduler.spec import CommandDeadlines, DynamicSampling, EngineBalance, RunSpec
 from tandem.launch.nodes import expected_processes
@@ -18,7 +18,6 @@ def run_spec(
     checkpoint_folder: str,
     samples_folder: str = "",
     reward_server: RewardServer | None = None,
-    images_at: Listener | None = None,
 ) -> RunSpec:
     """Describe the run for the scheduler."""
     section = config.algorithm_section
@@ -41,7 +40,6 @@ def run_spec(
         checkpoint_folder=checkpoint_folder,
         samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
         reward_server=reward_server,
-        images_at=images_at,
         engines_first=config.is_colocated and generation.kind.must_start_first and config.cluster.gpus_per_node > 0,
         # If the two are colocated, no engine generates while a trainer steps.
         allow_alias=config.is_colocated and config.refit.alias == "auto",

@@ -20,17 +20,8 @@ from tandem.coordinator.scheduler.engines.joining import JoiningStage
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.observe.lines import NUM_RECENT, seconds_left
+from tandem.observe.run_folder import live
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.observe.run_folder.live import (
-    LEAVING,
-    LIVE_NAME,
-    LiveBuffer,
-    LiveEngine,
-    LiveGroups,
-    LiveTrainer,
-    LiveVersions,
-    RunStatus,
-)
 
 _PAUSE_S = 0.5
 """Least time between two writes of the file."""
@@ -65,7 +56,7 @@ class LiveFile(Observer):
     ) -> None:
         """Begin anew, or from the snapshot of earlier attempts; `history` are the finished steps."""
         self._before = snapshot = snapshot or LiveSnapshot(began_at=time.monotonic())
-        self._path = folder / LIVE_NAME
+        self._path = folder / live.LIVE_NAME
         self._num_steps = num_steps
         self._records = deque(history, NUM_RECENT)
         self._notes = deque(snapshot.notes, _NUM_NOTES)
@@ -74,7 +65,7 @@ class LiveFile(Observer):
         self._device_of = functools.cache(functools.partial(device_of, config, _DRIVER.exists()))
         self._committed_at = time.monotonic()
         self._looked = -_PAUSE_S
-        self._last: RunStatus | None = None
+        self._last: live.RunStatus | None = None
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -90,7 +81,7 @@ class LiveFile(Observer):
         )
 
     @property
-    def last(self) -> RunStatus | None:
+    def last(self) -> live.RunStatus | None:
         """Content of the file; None before the first write."""
         return self._last
 
@@ -119,14 +110,14 @@ class LiveFile(Observer):
         if now - self._looked < _PAUSE_S:
             return
         self._looked = now
-        live = self.look(scheduler, registry)
+        status = self.look(scheduler, registry)
         last = self._last
         if last is not None:
-            last = msgspec.structs.replace(last, at=live.at, elapsed_s=live.elapsed_s, eta_s=live.eta_s)
-        if live != last:
-            self._write(live)
+            last = msgspec.structs.replace(last, at=status.at, elapsed_s=status.elapsed_s, eta_s=status.eta_s)
+        if status != last:
+            self._write(status)
 
-    def look(self, scheduler: Scheduler, registry: ProcessRegistry) -> RunStatus:
+    def look(self, scheduler: Scheduler, registry: ProcessRegistry) -> live.RunStatus:
         """Return the state of the run."""
         now = time.monotonic()
         tables = scheduler.tables
@@ -141,25 +132,25 @@ class LiveFile(Observer):
         trained = progress.number if progress.state >= StepState.TRAINED else progress.number - 1
         engines = [tables.engines[name] for name in tables.engines]
         joining_engines = tables.joining.stages
-        return RunStatus(
+        return live.RunStatus(
             at=time.time(),
             step=progress.number,
             num_steps=self._num_steps,
             phase=tables.watch.phase.value,
             eta_s=seconds_left([*self._records], self._num_steps, now - self._committed_at, self._before.records),
             elapsed_s=now - self._before.began_at,
-            groups=LiveGroups(
+            groups=live.LiveGroups(
                 waiting=states[GroupState.WAITING],
                 in_flight=states[GroupState.IN_FLIGHT],
                 ready=states[GroupState.READY],
                 taken=states[GroupState.TAKEN],
                 dropped=self._num_dropped,
             ),
-            buffer=LiveBuffer(size=ages.total(), by_age={str(age): ages[age] for age in sorted(ages)}),
+            buffer=live.LiveBuffer(size=ages.total(), by_age={str(age): ages[age] for age in sorted(ages)}),
             engines=tuple(
-                LiveEngine(
+                live.LiveEngine(
                     name=engine.name,
-                    status=engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING,
+                    status=engine.status.value if engine.leave_by is None or engine.is_vacant else live.LEAVING,
                     version=engine.version,
                     outstanding_tokens=tables.groups.num_tokens(engine.name),
                     in_flight=tables.groups.num_in_flight(engine.name),
@@ -177,7 +168,7 @@ class LiveFile(Observer):
                 for name in tables.processes.of_kind["trainer"]
                 if name in registry.processes
             ),
-            versions=LiveVersions(
+            versions=live.LiveVersions(
                 trained=trained,
                 published=version,
                 verified=max((engine.version for engine in engines if engine.is_verified), default=-1),
@@ -186,9 +177,9 @@ class LiveFile(Observer):
             notes=tuple(self._notes),
         )
 
-    def _trainer(self, scheduler: Scheduler, registry: ProcessRegistry, name: str, trained: int) -> LiveTrainer:
+    def _trainer(self, scheduler: Scheduler, registry: ProcessRegistry, name: str, trained: int) -> live.LiveTrainer:
         request = next(scheduler.tables.requests.of(name), None)
-        return LiveTrainer(
+        return live.LiveTrainer(
             name=name,
             status="idle" if request is None else request.phase.value,
             version=trained,
@@ -197,12 +188,12 @@ class LiveFile(Observer):
             device=self._device_of(name),
         )
 
-    def _write(self, live: RunStatus) -> None:
+    def _write(self, status: live.RunStatus) -> None:
         """Write the file as a whole; errors of the disk never stop the run."""
-        self._last = live
-        temporary = self._path.with_name(f".{LIVE_NAME}")
+        self._last = status
+        temporary = self._path.with_name(f".{live.LIVE_NAME}")
         try:
-            temporary.write_bytes(msgspec.json.encode(live))
+            temporary.write_bytes(msgspec.json.encode(status))
             temporary.rename(self._path)
         except OSError:
             self._last = None
@@ -226,8 +217,8 @@ def device_of(config: Config, has_gpus: bool, name: str) -> str:
     return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
 
 
-def joining_engine(name: str, stage: JoiningStage, host: str, device: str) -> LiveEngine:
+def joining_engine(name: str, stage: JoiningStage, host: str, device: str) -> live.LiveEngine:
     """Return an engine that is joining the run."""
-    return LiveEngine(
+    return live.LiveEngine(
         name=name, status=stage.value, version=-1, outstanding_tokens=0, in_flight=0, host=host, device=device
     )

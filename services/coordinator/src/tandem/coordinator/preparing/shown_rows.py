@@ -22,9 +22,7 @@ from tandem.common.errors import RunFolderError, TandemError
 from tandem.common.texts import visible
 from tandem.common.values import show_answer
 from tandem.config import Config
-from tandem.coordinator.algorithms import make_algorithm
-from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence, RewardModelAlgorithm
-from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.coordinator.algorithms import data_set, grpo, make_algorithm
 from tandem.launch.preparing.hub_data import list_data_files
 from tandem.observe.page.worker import answer_requests
 from tandem.observe.run_folder.checkpoints import config_of, tokenizer_of
@@ -48,10 +46,10 @@ def rows_in_text(
     config: Config, algorithm: RunningAlgorithm, tokenizer: Tokenizer, num_rows: int, *, is_coloured: bool
 ) -> list[Text]:
     """Return the lines that show the first `num_rows` rows that a run draws."""
-    if isinstance(algorithm, DataSetAlgorithm):
+    if isinstance(algorithm, data_set.DataSetAlgorithm):
         num_rows = min(num_rows, algorithm.num_conversations)
         return [*sequences_in_text(algorithm, tokenizer, 1, num_rows, is_coloured=is_coloured)]
-    if not isinstance(algorithm, GrpoAlgorithm):
+    if not isinstance(algorithm, grpo.GrpoAlgorithm):
         return [Text("the run trains on recorded samples: `coordinator samples` of their run shows them")]
     return [*_prompts_in_text(config, algorithm, tokenizer, num_rows)]
 
@@ -66,19 +64,21 @@ def print_lines(lines: Sequence[Text], console: Console) -> None:
 
 
 def sequences_in_text(
-    algorithm: DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int, *, is_coloured: bool
+    algorithm: data_set.DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int, *, is_coloured: bool
 ) -> Iterator[Text]:
     """Yield the lines that show rows from the first one of a step on."""
     for row in show_sequences(algorithm, tokenizer, step, num_rows):
         yield from lines_of(row, is_coloured=is_coloured)
 
 
-def show_sequences(algorithm: DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int) -> Iterator[ShownRow]:
+def show_sequences(
+    algorithm: data_set.DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int
+) -> Iterator[ShownRow]:
     """Yield the sequences of rows from the first one of a step on."""
     for sequences in algorithm.conversations(step, num_rows):
         kinds = ("chosen", "rejected") if len(sequences) == 2 else ("",) * len(sequences)
         for kind, sequence in zip(kinds, sequences, strict=True):
-            is_judged = isinstance(algorithm, RewardModelAlgorithm)
+            is_judged = isinstance(algorithm, data_set.RewardModelAlgorithm)
             yield (_show_judged if is_judged else _show_learned)(kind, sequence, tokenizer)
 
 
@@ -96,7 +96,7 @@ def lines_of(row: ShownRow, *, is_coloured: bool) -> Iterator[Text]:
     yield Text()
 
 
-def _show_learned(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
+def _show_learned(kind: str, sequence: data_set.EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
     """Return a sequence whose learned tokens are marked."""
     token_ids, loss_mask = sequence.token_ids, sequence.loss_mask
     edges = itertools.pairwise((*zip(token_ids, loss_mask, strict=True), (-1, False)))
@@ -113,7 +113,7 @@ def _show_learned(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) ->
     return _row(sequence.name, kind, size, show_tokens(token_ids, loss_mask, tokenizer), facts)
 
 
-def _show_judged(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
+def _show_judged(kind: str, sequence: data_set.EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
     """Return a sequence that a reward model judges; its last token is padding."""
     token_ids = sequence.token_ids[:-1]
     facts = [_beginning(token_ids, tokenizer), ("judged at", _name_token(token_ids[-1], tokenizer))]
@@ -124,7 +124,7 @@ def _show_judged(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> 
 # --- prompts of rollouts ---------------------------------------------------------------------------------------------
 
 
-def draw_first_prompts(config: Config, algorithm: GrpoAlgorithm, num_rows: int) -> list[PromptGroup]:
+def draw_first_prompts(config: Config, algorithm: grpo.GrpoAlgorithm, num_rows: int) -> list[PromptGroup]:
     """Return the first prompts that a run generates for; where it only validates, those that it validates on."""
     if config.evaluates:
         return [*algorithm.prompt_groups(0, "validate", range(min(num_rows, algorithm.num_validation)))]
@@ -137,7 +137,9 @@ def draw_first_prompts(config: Config, algorithm: GrpoAlgorithm, num_rows: int) 
     return [group for step, place in places for group in algorithm.prompt_groups(1 + step, "train", [place])]
 
 
-def _prompts_in_text(config: Config, algorithm: GrpoAlgorithm, tokenizer: Tokenizer, num_rows: int) -> Iterator[Text]:
+def _prompts_in_text(
+    config: Config, algorithm: grpo.GrpoAlgorithm, tokenizer: Tokenizer, num_rows: int
+) -> Iterator[Text]:
     """Yield the lines that show prompts, each with what is known of it, and then what ends a response."""
     for group in draw_first_prompts(config, algorithm, num_rows):
         problem, token_ids = group.problem, group.prompt_ids
@@ -260,7 +262,7 @@ class RecordedRows:
             raise RunFolderError(
                 f"the rows of {run} are read from its data again, which cannot be read: {error}"
             ) from error
-        assert isinstance(algorithm, DataSetAlgorithm), "nothing is generated, and it is no replay"
+        assert isinstance(algorithm, data_set.DataSetAlgorithm), "nothing is generated, and it is no replay"
         self.algorithm = algorithm
         paths = [Path(path) for key, path in list_data_files(config) if key.startswith("data.train")]
         changed = [path for path in dict.fromkeys(paths) if path.is_file() and path.stat().st_mtime > began]

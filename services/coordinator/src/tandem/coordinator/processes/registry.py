@@ -6,41 +6,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from tandem.common import wire
+from tandem.common import messages, process_lifetime, texts, wire
 from tandem.common.errors import WireError
-from tandem.common.messages import (
-    MAX_TEXT,
-    MAX_TRACEBACK,
-    AnyCommand,
-    Failed,
-    FromRefit,
-    FromRollout,
-    FromTrainer,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Leaving,
-    Message,
-    ServiceKind,
-    Shutdown,
-)
-from tandem.common.texts import shorten
-from tandem.coordinator.processes.disk_waits import send_heartbeats_in_disk_waits
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.scheduler.events import (
-    CommandErred,
-    EngineDraining,
-    Event,
-    ProcessJoined,
-    ProcessLost,
-    ProcessReplied,
-)
+from tandem.coordinator.scheduler import events
 from tandem.launch.admission import (
     HeartbeatSettings,
     KeysOfTrainers,
@@ -52,10 +28,52 @@ from tandem.launch.admission import (
 )
 from tandem.launch.known_processes import KnownProcesses
 
-_CODECS: dict[ServiceKind, wire.MessageCodec[Any]] = {
-    "trainer": wire.MessageCodec(FromTrainer),
-    "rollout": wire.MessageCodec(FromRollout),
-    "refit": wire.MessageCodec(FromRefit),
+
+@contextlib.contextmanager
+def send_heartbeats_in_disk_waits(
+    hub: wire.Hub, list_peers: Callable[[], Iterable[wire.HubPeer]], interval_s: float
+) -> Iterator[None]:
+    """Have a thread send heartbeats whenever the calling thread waits for a disk, every `interval_s` seconds.
+
+    A thread that syncs a file cannot do anything else until the disk has answered, which took half a minute on busy
+    machines. One that hangs for another reason sends none. Nor does one whose disk has not answered for
+    `LONGEST_DISK_WAIT_S`.
+    """
+    has_ended = threading.Event()
+    thread = threading.Thread(
+        target=_watch, args=(hub, list_peers, interval_s, threading.get_native_id(), has_ended), daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _watch(
+    hub: wire.Hub,
+    list_peers: Callable[[], Iterable[wire.HubPeer]],
+    interval_s: float,
+    thread_id: int,
+    has_ended: threading.Event,
+) -> None:
+    heartbeat = wire.encode(messages.Heartbeat())
+    waits_since: float | None = None
+    while not has_ended.wait(interval_s):
+        if not process_lifetime.is_waiting_for_disk(thread_id):
+            waits_since = None
+            continue
+        now = time.monotonic()
+        waits_since = now if waits_since is None else waits_since
+        if now - waits_since < process_lifetime.LONGEST_DISK_WAIT_S:
+            hub.send_if_idle(list_peers(), heartbeat)
+
+
+_CODECS: dict[messages.ServiceKind, wire.MessageCodec[Any]] = {
+    "trainer": wire.MessageCodec(messages.FromTrainer),
+    "rollout": wire.MessageCodec(messages.FromRollout),
+    "refit": wire.MessageCodec(messages.FromRefit),
 }
 
 
@@ -65,7 +83,7 @@ class ProcessRegistry:
     def __init__(
         self,
         listening: ListeningSocket,
-        expected: dict[ServiceKind, int],
+        expected: dict[messages.ServiceKind, int],
         config_json: bytes,
         run_id: str,
         heartbeat: HeartbeatSettings,
@@ -119,7 +137,7 @@ class ProcessRegistry:
         process = self.processes.pop(name, None)
         if process is not None:
             del self._by_peer[process.peer]
-            shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=not is_over)
+            shutdown = messages.Shutdown(reason=reason[: messages.MAX_TEXT], is_awaited_anew=not is_over)
             self._hub.send(process.peer, wire.encode(shutdown))
             self._admitted.remove(process.peer.key)
             self._keys.note(process)
@@ -128,14 +146,14 @@ class ProcessRegistry:
         if self._known is not None:
             self._known.forget(name, has_left=is_over and not is_awaited)
 
-    def begin_attempt(self) -> list[ProcessJoined]:
+    def begin_attempt(self) -> list[events.ProcessJoined]:
         """Forget earlier requests; return the processes that are present, as if they had joined now."""
         self._replies.forget_commands()
         now = time.monotonic()
         self.names.wait_until(now + self.patience_s)
         return [joined(process, now) for process in self.processes.values()]
 
-    def receive(self, timeout_s: float) -> Iterator[Event]:
+    def receive(self, timeout_s: float) -> Iterator[events.Event]:
         """Wait up to `timeout_s` for messages, and yield their events.
 
         Then send heartbeats if they are due, and report processes that have been silent for too long.
@@ -153,8 +171,8 @@ class ProcessRegistry:
                 event = self._make_event(process, _CODECS[process.hello.service].decode(frames), now)
             except WireError as error:
                 reason = f"it broke the protocol: {error}"
-                self._hub.send(peer, wire.encode(Shutdown(reason=reason[:MAX_TEXT])))
-                yield ProcessLost(now=now, process=process.name, reason=reason)
+                self._hub.send(peer, wire.encode(messages.Shutdown(reason=reason[: messages.MAX_TEXT])))
+                yield events.ProcessLost(now=now, process=process.name, reason=reason)
                 continue
             if event is not None:
                 yield event
@@ -166,7 +184,7 @@ class ProcessRegistry:
         for process in list(self.processes.values()):  # the caller may remove the process meanwhile
             silent_s = now - process.last_seen
             if silent_s > self._heartbeat.timeout_s:
-                yield ProcessLost(
+                yield events.ProcessLost(
                     now=now, process=process.name, reason=f"no heartbeat for {silent_s:.0f} s ({process.phase})"
                 )
 
@@ -174,7 +192,7 @@ class ProcessRegistry:
         """Return what ends a wait of `receive`, from any thread."""
         return self._hub.waker()
 
-    def command(self, name: str, command: AnyCommand, frames: wire.Frames) -> None:
+    def command(self, name: str, command: messages.AnyCommand, frames: wire.Frames) -> None:
         """Send a process a request for the first time; its replies are checked against it."""
         if not self._keys.are_told:
             self._keys.tell()
@@ -185,7 +203,7 @@ class ProcessRegistry:
         """Send to a process; return False if its connection is gone."""
         return self._hub.send(self.processes[name].peer, frames)
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: messages.Message) -> None:
         """Send to every process that can still be reached."""
         for process in self.processes.values():
             self._hub.send(process.peer, wire.encode(message))
@@ -195,7 +213,7 @@ class ProcessRegistry:
         now = time.monotonic()
         if now - self._last_beat >= self._heartbeat.interval_s:
             self._last_beat = now
-            self.broadcast(Heartbeat())
+            self.broadcast(messages.Heartbeat())
             if not self._keys.are_told:
                 self._keys.tell()
 
@@ -206,28 +224,30 @@ class ProcessRegistry:
     def _list_peers(self) -> list[wire.HubPeer]:
         return [*self._by_peer]
 
-    def _make_event(self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float) -> Event | None:
+    def _make_event(
+        self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float
+    ) -> events.Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
         match received.message:
-            case Heartbeat(phase=phase, trainer_keys=number):
-                process.phase = shorten(phase)
+            case messages.Heartbeat(phase=phase, trainer_keys=number):
+                process.phase = texts.shorten(phase)
                 if number < process.trainer_keys:  # they may have been lost with a connection
                     process.trainer_keys, self._keys.are_told = number, False
                 return None
-            case Hello():
+            case messages.Hello():
                 return None  # sent again before the welcome arrived
-            case Leaving():
-                return EngineDraining(now=now, process=process.name)
-            case Goodbye(reason=reason):
-                return ProcessLost(now=now, process=process.name, reason=f"it left: {shorten(reason)}")
+            case messages.Leaving():
+                return events.EngineDraining(now=now, process=process.name)
+            case messages.Goodbye(reason=reason):
+                return events.ProcessLost(now=now, process=process.name, reason=f"it left: {texts.shorten(reason)}")
             case reply:
                 if not self._replies.take(process.name, reply, received.arrays):
                     return None  # a repeat, or the answer to an abandoned request
-                if isinstance(reply, Failed):
-                    return CommandErred(now=now, process=process.name, failed=_readable(reply))
-                return ProcessReplied(now=now, process=process.name, reply=reply)
+                if isinstance(reply, messages.Failed):
+                    return events.CommandErred(now=now, process=process.name, failed=_readable(reply))
+                return events.ProcessReplied(now=now, process=process.name, reply=reply)
 
-    def _enter(self, process: RegisteredProcess) -> ProcessJoined:
+    def _enter(self, process: RegisteredProcess) -> events.ProcessJoined:
         """Enter a process that was admitted."""
         self._by_peer[process.peer] = self.processes[process.name] = process
         self._keys.note(process)
@@ -235,16 +255,16 @@ class ProcessRegistry:
         return joined(process, process.last_seen)
 
 
-def joined(process: RegisteredProcess, now: float) -> ProcessJoined:
+def joined(process: RegisteredProcess, now: float) -> events.ProcessJoined:
     """Return the event of an admitted process."""
-    return ProcessJoined(now=now, process=process.name, kind=process.hello.service, public_key=process.peer.key)
+    return events.ProcessJoined(now=now, process=process.name, kind=process.hello.service, public_key=process.peer.key)
 
 
-def _readable(failed: Failed) -> Failed:
+def _readable(failed: messages.Failed) -> messages.Failed:
     """Return a process's error in printable form: its text may be anything."""
     return msgspec.structs.replace(
         failed,
-        phase=shorten(failed.phase),
-        error=shorten(failed.error),
-        traceback=shorten(failed.traceback, MAX_TRACEBACK),
+        phase=texts.shorten(failed.phase),
+        error=texts.shorten(failed.error),
+        traceback=texts.shorten(failed.traceback, messages.MAX_TRACEBACK),
     )

@@ -23,13 +23,7 @@ from tandem.common.errors import FAILED, INTERRUPTED, OK, ConfigError, DeadlineE
 from tandem.config import Config, change_config, notices
 from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.preparing.replay import (
-    REFUSED,
-    is_within,
-    new_folder,
-    refuse_folders,
-    source_of,
-)
+from tandem.coordinator.preparing import replay
 from tandem.coordinator.scheduler.events import Event, FinishRun
 from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
 from tandem.coordinator.tinker.loop import CallLoop
@@ -40,15 +34,6 @@ from tandem.observe.run_folder.checkpoints import config_of
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME
 from tandem.serving.tinker import call_files
-from tandem.serving.tinker.call_files import (
-    CallComparison,
-    Done,
-    GradientDone,
-    RecordEnd,
-    RestoreDone,
-    SaveDone,
-    StepDone,
-)
 from tandem.serving.tinker.calls import Answer, Call, CallDesk, CallFailed, GradientsScored, RestoreState, SaveState
 
 _STATES = "states"
@@ -66,10 +51,10 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     why_over: str
     """Why the record ends before the model did; empty if it does not."""
 
-    def calls(self) -> Iterator[Done]:
+    def calls(self) -> Iterator[call_files.Done]:
         """Read the calls. Raises `RunFolderError`."""
         _, calls = call_files.read(self.path, self.run_id)
-        return (each for each in calls if not isinstance(each, RecordEnd))
+        return (each for each in calls if not isinstance(each, call_files.RecordEnd))
 
 
 def replay_calls(run: Path, overrides: Sequence[str]) -> int:
@@ -79,19 +64,22 @@ def replay_calls(run: Path, overrides: Sequence[str]) -> int:
     records = read_records(run, run_id)
     settings = {
         "checkpointing": {"checkpoint_dir": None},
-        "logger": {"log_dir": str(new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
+        "logger": {"log_dir": str(replay.new_folder(run)), "tensorboard": {"log_dir": "tensorboard"}},
         "replay": {"run": str(run), "run_id": run_id, "from_step": 0, "to_step": 1},
     }
     changed = change_config(before, settings, overrides, str(run / CONFIG_NAME))
     for key in changed.keys:
-        if is_within(key, REFUSED) or not is_within(key, _CHANGEABLE):
-            reason = next((REFUSED[name] for name in REFUSED if is_within(key, (name,))), "it changes nothing on calls")
+        if replay.is_within(key, replay.REFUSED) or not replay.is_within(key, _CHANGEABLE):
+            reason = next(
+                (replay.REFUSED[name] for name in replay.REFUSED if replay.is_within(key, (name,))),
+                "it changes nothing on calls",
+            )
             raise ConfigError(f"command line: {key}: cannot be changed in a replay: {reason}")
-    refuse_folders(changed.config)
+    replay.refuse_folders(changed.config)
     folder = Path(changed.config.logger.log_dir)
     print(f"{folder} is a replay of {run}: the calls of {_models(len(records))}", flush=True)
     doing = Doing(records, folder / _STATES, changed.config)
-    finish = _run(source_of(run), changed.config, doing)
+    finish = _run(replay.source_of(run), changed.config, doing)
     shutil.rmtree(folder / _STATES, ignore_errors=True)
     if finish.outcome == "interrupted":
         print("interrupted", flush=True)
@@ -112,9 +100,9 @@ def read_records(run: Path, run_id: str) -> list[Recorded]:
         head, calls = call_files.read(path, run_id)
         why_over, loaded = "", set[str]()
         for call in calls:
-            if isinstance(call, RecordEnd):
+            if isinstance(call, call_files.RecordEnd):
                 why_over = call.why
-            elif isinstance(call, RestoreDone) and call.state:
+            elif isinstance(call, call_files.RestoreDone) and call.state:
                 loaded.add(call.state)
         records.append(Recorded(path=path, run_id=run_id, head=head, loaded=frozenset(loaded), why_over=why_over))
     if not records:
@@ -127,7 +115,7 @@ class Doing:
 
     def __init__(self, records: Sequence[Recorded], states: Path, config: Config) -> None:
         self.desk = CallDesk()
-        self.comparisons: list[CallComparison] = []
+        self.comparisons: list[call_files.CallComparison] = []
         self.error: TandemError | None = None
         self.is_done = False
         self._records = records
@@ -148,7 +136,7 @@ class Doing:
     def _run(self) -> None:
         try:
             for record in self._records:
-                comparison = CallComparison(record.head.model, record.why_over)
+                comparison = call_files.CallComparison(record.head.model, record.why_over)
                 self.comparisons.append(comparison)
                 for entry in record.calls():
                     if not self._do(record, entry, comparison):
@@ -158,10 +146,10 @@ class Doing:
         finally:
             self.is_done = True
 
-    def _do(self, record: Recorded, entry: Done, comparison: CallComparison) -> bool:
+    def _do(self, record: Recorded, entry: call_files.Done, comparison: call_files.CallComparison) -> bool:
         """Do a call again; tell whether the model can go on."""
         match entry:
-            case GradientDone():
+            case call_files.GradientDone():
                 try:
                     call = call_files.call_of(entry)
                 except ValueError as error:
@@ -169,15 +157,15 @@ class Doing:
                 answer = self._ask(call)
                 scored = answer if isinstance(answer, GradientsScored) else None
                 comparison.compare_gradient(entry, scored, _error_of(answer))
-            case StepDone():
+            case call_files.StepDone():
                 answer = self._ask(entry.step)
                 comparison.compare_step(entry, answer if isinstance(answer, float) else None, _error_of(answer))
-            case RestoreDone():
+            case call_files.RestoreDone():
                 if entry.error:
                     return False  # its weights were undefined since then
                 answer = self._ask(self._state_to_load(entry, record))
                 comparison.note_restored(entry, _error_of(answer))
-            case SaveDone():
+            case call_files.SaveDone():
                 if not entry.error:  # else nothing was saved, and nothing has changed
                     comparison.compare_saved(entry, *self._save(entry))
             case _:
@@ -193,7 +181,7 @@ class Doing:
             reason = f"no answer has come within {self._longest_s:g} s"
             raise DeadlineExceeded("trainer-0", f"doing {type(call).__name__} again", reason) from None
 
-    def _save(self, entry: SaveDone) -> tuple[str, str]:
+    def _save(self, entry: call_files.SaveDone) -> tuple[str, str]:
         """Save the state; return its digest, and why that failed."""
         self._states.mkdir(parents=True, exist_ok=True)
         self._num_saved += 1
@@ -207,7 +195,7 @@ class Doing:
             shutil.rmtree(folder, ignore_errors=True)
         return state, _error_of(answer)
 
-    def _state_to_load(self, entry: RestoreDone, record: Recorded) -> RestoreState:
+    def _state_to_load(self, entry: call_files.RestoreDone, record: Recorded) -> RestoreState:
         """Return the call that loads what a client has loaded. Raises `RunFolderError` if it is not there any more."""
         if not entry.folder:
             return RestoreState(folder="", with_optimizer=False)

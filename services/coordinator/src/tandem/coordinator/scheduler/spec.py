@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.common.messages import Listener, RewardServer, ServiceKind
+from tandem.common.messages import RewardServer, ServiceKind
 
 
 class CommandDeadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +75,6 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the rollout log; empty if none is kept."""
     reward_server: RewardServer | None = None
     """Address of the coordinator's reward server; None if the engines' environments do not need it."""
-    images_at: Listener | None = None
-    """Address of the coordinator's images; None if the policy does not see."""
     engines_first: bool = False
     """Whether engines measure the free memory of GPUs that trainers also use. Trainers are then built after them, and
     neither train nor save while an engine is built in the place of a lost one.

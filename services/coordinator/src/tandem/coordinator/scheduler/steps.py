@@ -18,17 +18,15 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.common.messages import AwaitCheckpoint, Purpose, SamplesRecorded, SaveCheckpoint
-from tandem.coordinator.scheduler import events
-from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler import agenda, events, phases
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 
-class CheckpointSaving(Tracked):
+class CheckpointSaving(agenda.Tracked):
     """At most one checkpoint on its way to the disk."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: agenda.Changed) -> None:
         super().__init__(changed)
         self._spec = spec
         self._requests = requests
@@ -50,7 +48,8 @@ class CheckpointSaving(Tracked):
         folder = self._spec.checkpoint_folder.format(step=step)
         return [
             events.DispatchCommand(
-                process=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, RunPhase.SAVING))
+                process=rank,
+                command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, phases.RunPhase.SAVING)),
             )
             for rank in trainers
         ]
@@ -62,7 +61,7 @@ class CheckpointSaving(Tracked):
         self._written, self._awaited = step, set(trainers)
         return [
             events.DispatchCommand(
-                process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, RunPhase.WRITING))
+                process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, phases.RunPhase.WRITING))
             )
             for rank in trainers
         ]
@@ -91,7 +90,7 @@ class CheckpointSaving(Tracked):
         """Give up the checkpoint, as a part is not going to be written."""
         self._written = None
 
-    def _fields(self, rank: str, phase: RunPhase) -> events.CommandFields:
+    def _fields(self, rank: str, phase: phases.RunPhase) -> events.CommandFields:
         return self._requests.open(rank, phase, self._spec.deadlines.save)
 
 
@@ -106,7 +105,7 @@ class RolloutPart(msgspec.Struct, frozen=True):
 class RolloutRecording:
     """Parts of the rollout log that are not written yet. Does nothing if no log is kept."""
 
-    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
+    def __init__(self, spec: RunSpec, requests: PendingRequests, changed: agenda.Changed) -> None:
         self._changed = changed
         self._is_on = bool(spec.samples_folder)
         self._allowed_s = spec.deadlines.save
@@ -132,7 +131,9 @@ class RolloutRecording:
     def is_awaited_from(self, rollout: str) -> bool:
         """Tell whether a part with a rollout's samples, or one that it was asked for, has yet to be written."""
         parts = [*self.waiting, *self._asked.values()]
-        return any(part.rollout == rollout for part in parts) or any(self._requests.of(rollout, RunPhase.RECORDING))
+        return any(part.rollout == rollout for part in parts) or any(
+            self._requests.of(rollout, phases.RunPhase.RECORDING)
+        )
 
     def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
         """Log all samples that a step had of these rollouts, for training or validation.
@@ -152,7 +153,7 @@ class RolloutRecording:
         actions: list[events.Action] = []
         for part in [*self.waiting] if self._able else []:
             process = part.rollout if part.rollout in self._able else next(iter(self._able))
-            fields = self._requests.open(process, RunPhase.RECORDING, self._allowed_s)
+            fields = self._requests.open(process, phases.RunPhase.RECORDING, self._allowed_s)
             del self.waiting[part]
             self._asked[fields["command_id"]] = part
             of_part = msgspec.structs.asdict(part)
@@ -168,7 +169,7 @@ class RolloutRecording:
     def take_loss(self, rollout: str) -> None:
         """Note that a rollout is lost. The parts that it was asked for wait again."""
         self._able.pop(rollout, None)
-        for request in [*self._requests.of(rollout, RunPhase.RECORDING)]:
+        for request in [*self._requests.of(rollout, phases.RunPhase.RECORDING)]:
             self._requests.close(request.command_id)
             self.waiting[self._asked.pop(request.command_id)] = request.deadline
         self._changed()
@@ -233,10 +234,10 @@ class StepState(enum.IntEnum):
     """The step is in the journal."""
 
 
-class StepProgress(Tracked):
+class StepProgress(agenda.Tracked):
     """The state of the step in progress, except for its groups."""
 
-    def __init__(self, number: int, changed: Changed, state: StepState = StepState.GENERATING) -> None:
+    def __init__(self, number: int, changed: agenda.Changed, state: StepState = StepState.GENERATING) -> None:
         super().__init__(changed)
         self.number = number
         self.state = state
@@ -248,10 +249,10 @@ class StepProgress(Tracked):
         """Whether the step must have changed the weights."""
 
 
-class RunSteps(Tracked):
+class RunSteps(agenda.Tracked):
     """The step in progress, and how far the run is."""
 
-    def __init__(self, first_step: int, changed: Changed) -> None:
+    def __init__(self, first_step: int, changed: agenda.Changed) -> None:
         super().__init__(changed)
         self.progress = StepProgress(first_step - 1, changed, StepState.TRAINED)
         self.has_started = False

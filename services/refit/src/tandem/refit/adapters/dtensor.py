@@ -14,11 +14,7 @@ from types import MappingProxyType
 
 from tandem.common.errors import RefitError
 from tandem.config.models import lora
-from tandem.refit.adapters import huggingface
-from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import ParallelDeployment
-from tandem.refit.adapters.geometry import BIAS
-from tandem.refit.adapters.parameters import RankBuilder
+from tandem.refit.adapters import catalogue, deployment, geometry, huggingface, parameters
 from tandem.refit.layout import Box, Layout
 
 Cuts = Sequence[tuple[int, int]]
@@ -73,7 +69,7 @@ def local_box(shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[i
 
 
 def layout_on_mesh(
-    model: ModelShape,
+    model: catalogue.ModelShape,
     mesh: Sequence[int],
     coordinates: Sequence[int],
     cuts_of: Callable[[str, tuple[int, ...]], Cuts],
@@ -89,7 +85,7 @@ def layout_on_mesh(
         fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
 
     """
-    builder = RankBuilder(model, range(model.geometry.num_layers if model.geometry else 0))
+    builder = parameters.RankBuilder(model, range(model.geometry.num_layers if model.geometry else 0))
     for parameter in huggingface.parameters(model, fuses_experts):
         box = local_box(parameter.shape, mesh, coordinates, cuts_of(parameter.name, parameter.shape))
         window, experts = box, parameter.experts
@@ -102,7 +98,7 @@ def layout_on_mesh(
     return builder.build()
 
 
-class DTensor(ParallelDeployment, frozen=True):
+class DTensor(deployment.ParallelDeployment, frozen=True):
     """FSDP2 over `shard` ranks of models cut in `tensor` parts by tensor parallelism, `replicate` times (HSDP).
 
     The mesh is (replicate, shard, tensor). Context-parallel ranks count towards `shard`. So do those that share
@@ -133,7 +129,7 @@ class DTensor(ParallelDeployment, frozen=True):
         whole. If tensor parallelism cuts a layer, it cuts the adapter matrix on the same side; the other matrix stays
         whole. It does not cut the tower of a vision model.
         """
-        if name.endswith(BIAS):
+        if name.endswith(geometry.BIAS):
             return ()
         if _EXPERTS in name:  # tensor parallelism does not cut them
             return ((4, 0), (3, 0)) if self.expert > 1 else ((1, 0),)
@@ -151,7 +147,7 @@ class DTensor(ParallelDeployment, frozen=True):
         """Return the coordinates of a rank along the axes that shard."""
         return _coordinates(rank, self._mesh)[1:]
 
-    def parameters(self, model: ModelShape, rank: int) -> Layout:
+    def parameters(self, model: catalogue.ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host."""
         if self.expert > 1 and not self.fuses_experts:
             raise RefitError("ranks share experts only where a layer has all of them in one parameter")

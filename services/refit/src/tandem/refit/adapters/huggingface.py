@@ -15,9 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping
 import msgspec
 
 from tandem.config.models import lora
-from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import ParallelDeployment
-from tandem.refit.adapters.geometry import LAYER
+from tandem.refit.adapters import catalogue, deployment, geometry
 from tandem.refit.adapters.parameters import ParameterFill, RankBuilder, stack
 from tandem.refit.layout import Box, Layout, LayoutBuilder, LayoutPiece, Tensor, whole
 
@@ -37,7 +35,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 @functools.lru_cache(maxsize=8)
-def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter, ...]:
+def parameters(model: catalogue.ModelShape, fuses_experts: bool = True) -> tuple[Parameter, ...]:
     """Return every kind of parameter of a model, unsharded, in the order of its tensors.
 
     Args:
@@ -52,7 +50,7 @@ def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter
     for tensor in model.tensors:
         if tensor.name in model.names_of_scales:
             continue  # Added with the tensors that they scale.
-        name = _OF_EXPERT.sub(".experts.{expert}.", _IN_LAYER.sub(LAYER, tensor.name))
+        name = _OF_EXPERT.sub(".experts.{expert}.", _IN_LAYER.sub(geometry.LAYER, tensor.name))
         if "{expert}" not in name:
             kinds.setdefault(name, _plain(name, tensor.shape))
         elif not fuses_experts:
@@ -68,10 +66,10 @@ def _plain(name: str, shape: tuple[int, ...]) -> Parameter:
     return Parameter(name, shape, (ParameterFill(name, whole(shape), (0,) * len(shape)),))
 
 
-def _list_fused(model: ModelShape) -> Iterator[Parameter]:
+def _list_fused(model: catalogue.ModelShape) -> Iterator[Parameter]:
     hidden, experts = model.required_geometry.hidden_size, model.required_geometry.experts
     assert experts is not None, "only called for a model with experts"
-    prefix = LAYER + "mlp.experts."
+    prefix = geometry.LAYER + "mlp.experts."
     gate_up = (experts.intermediate_size, hidden)
     parts = stack(*((f"{prefix}{{expert}}.{part}_proj.weight", whole(gate_up)) for part in ("gate", "up")))
     down = ParameterFill(f"{prefix}{{expert}}.down_proj.weight", whole(gate_up[::-1]), (0, 0, 0))
@@ -102,7 +100,7 @@ def is_of_tower(name: str) -> bool:
     return _OF_TOWER.match(name) is not None
 
 
-class HuggingFace(ParallelDeployment, frozen=True):
+class HuggingFace(deployment.ParallelDeployment, frozen=True):
     """One process, or several replicas that each hold the whole model."""
 
     num_replicas: int = 1
@@ -117,7 +115,7 @@ class HuggingFace(ParallelDeployment, frozen=True):
         """Return the same key for all ranks."""
         return ()
 
-    def parameters(self, model: ModelShape, rank: int) -> Layout:
+    def parameters(self, model: catalogue.ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host."""
         num_layers = model.geometry.num_layers if model.geometry else 0
         builder = RankBuilder(model, range(num_layers))

@@ -17,8 +17,7 @@ from tandem.common.errors import RefitError
 from tandem.config.models import lora
 from tandem.config.models.families import MEGATRON
 from tandem.config.models.vision_families import VISION
-from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import ParallelDeployment, list_megatron_stages
+from tandem.refit.adapters import catalogue, deployment, vision
 from tandem.refit.adapters.geometry import (
     LAYER,
     OUTPUT_LAYER,
@@ -29,7 +28,6 @@ from tandem.refit.adapters.geometry import (
     LatentAttention,
 )
 from tandem.refit.adapters.parameters import ParameterFill, RankBuilder, cut, gate_and_up, stack
-from tandem.refit.adapters.vision import as_seeing, is_of_tower
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
@@ -45,7 +43,7 @@ TOWER = "tower"
 """Module of the first stage that holds what makes features of images."""
 
 
-def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
+def linear_layers(model: catalogue.ModelShape) -> dict[str, tuple[str, ...]]:
     """Return the linear layers that adapters can name, each with the checkpoint layers that it consists of.
 
     Names are Megatron-Core's, with layers counted through all stages. Routed experts are listed without checkpoint
@@ -67,7 +65,10 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
             checkpoint_layers |= {f"{prefix}mlp.experts.{name}": () for name in ("linear_fc1", "linear_fc2")}
     if model.family:
         family = VISION[model.family]
-        return {name: tuple(as_seeing(layer, family) for layer in layers) for name, layers in checkpoint_layers.items()}
+        return {
+            name: tuple(vision.as_seeing(layer, family) for layer in layers)
+            for name, layers in checkpoint_layers.items()
+        }
     return checkpoint_layers
 
 
@@ -85,7 +86,7 @@ class MegatronCoordinates(msgspec.Struct, frozen=True):
     etp: int
 
 
-class Megatron(ParallelDeployment, frozen=True):
+class Megatron(deployment.ParallelDeployment, frozen=True):
     """Parallel sizes and switches, with shortened names from Megatron-Core's configuration."""
 
     tp: int = 1
@@ -142,7 +143,7 @@ class Megatron(ParallelDeployment, frozen=True):
             rank, coordinates[axis] = divmod(rank, sizes.get(axis, 1))
         return coordinates
 
-    def parameters(self, model: ModelShape, rank: int) -> Layout:
+    def parameters(self, model: catalogue.ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family.
 
         Of a vision model, the first stage has the tower, whole on every tensor-parallel rank.
@@ -160,10 +161,10 @@ class Megatron(ParallelDeployment, frozen=True):
 class _Rank:
     """Builder of one rank's layout."""
 
-    def __init__(self, sizes: Megatron, model: ModelShape, at: MegatronCoordinates) -> None:
+    def __init__(self, sizes: Megatron, model: catalogue.ModelShape, at: MegatronCoordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.required_geometry
         in_ends = sizes.num_layers_in_first_stage, sizes.num_layers_in_last_stage
-        chunks = list_megatron_stages(self._geometry.num_layers, sizes.pp, sizes.vpp, *in_ends)[at.pp]
+        chunks = deployment.list_megatron_stages(self._geometry.num_layers, sizes.pp, sizes.vpp, *in_ends)[at.pp]
         self._prefixes = [f"{chunk}." if sizes.vpp > 1 else "" for chunk in range(sizes.vpp)]
         layers = [layer for chunk in chunks for layer in chunk]
         names = [
@@ -230,7 +231,7 @@ class _Rank:
         if self._model.family:
             family = VISION[self._model.family]
             for tensor in self._model.tensors:
-                if is_of_tower(tensor.name, family):
+                if vision.is_of_tower(tensor.name, family):
                     self._builder.replicate(f"{self._prefixes[0]}{TOWER}.{tensor.name}", tensor.name)
 
     def _vocabulary(self, name: str, num_rows: int, tensor: str, box: Box | None) -> None:

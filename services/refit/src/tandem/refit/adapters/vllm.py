@@ -23,11 +23,8 @@ import msgspec
 from tandem.common.errors import RefitError
 from tandem.config.models.families import VLLM_PLANNED
 from tandem.config.models.vision_families import VISION, VisionFamily
-from tandem.refit.adapters import geometry
-from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import ParallelDeployment, list_vllm_stages
+from tandem.refit.adapters import catalogue, deployment, geometry, vision
 from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
-from tandem.refit.adapters.vision import is_of_tower
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = geometry.LAYER + "self_attn."
@@ -40,7 +37,7 @@ _CUT = (
 _FUSED = re.compile(r"\.(?:self_attn\.(?P<qkv>[qkv])|mlp\.(?P<gate_up>gate|up))_proj\.(?P<kind>weight|bias)$")
 
 
-def add_tower(builder: RankBuilder, model: ModelShape, rank: int, size: int) -> None:
+def add_tower(builder: RankBuilder, model: catalogue.ModelShape, rank: int, size: int) -> None:
     """Add what one of `size` ranks has of the tower and the projector, under the tensors' own names.
 
     Raises `RefitError` if a layer cannot be split over them.
@@ -48,7 +45,7 @@ def add_tower(builder: RankBuilder, model: ModelShape, rank: int, size: int) -> 
     family = VISION[model.family]
     parts_by_name: dict[str, list[tuple[str, Box]]] = {}
     for tensor in model.tensors:  # the parts of a fused layer are in order, for weights and for biases
-        if is_of_tower(tensor.name, family):
+        if vision.is_of_tower(tensor.name, family):
             name, box = tensor.name, whole(tensor.shape)
             for pattern, dim in _CUT if family.has_crops and name.startswith(family.tower_prefix) else ():
                 if pattern.search(name):
@@ -59,7 +56,7 @@ def add_tower(builder: RankBuilder, model: ModelShape, rank: int, size: int) -> 
         builder.parameter(name, (rows, *parts[0][1].shape[1:]), stack(*parts))
 
 
-def rename_for_vllm(layout: Layout, model: ModelShape) -> Layout:
+def rename_for_vllm(layout: Layout, model: catalogue.ModelShape) -> Layout:
     """Return a layout with the parameters of a vision model under vLLM's names."""
     prefixes = tuple(_prefixes(VISION[model.family]))
 
@@ -98,7 +95,7 @@ class VllmCoordinates(msgspec.Struct, frozen=True):
     """Position among the `dp` × `tp` ranks of a stage that share its experts."""
 
 
-class Vllm(ParallelDeployment, frozen=True):
+class Vllm(deployment.ParallelDeployment, frozen=True):
     """Parallel sizes by vLLM's names. Ranks count with `tp` fastest, then `pp`, `dp` and the replicas."""
 
     tp: int = 1
@@ -132,7 +129,7 @@ class Vllm(ParallelDeployment, frozen=True):
         rank, pp = divmod(rank, self.pp)
         return VllmCoordinates(tp, pp, rank % self.dp * self.tp + tp)
 
-    def parameters(self, model: ModelShape, rank: int) -> Layout:
+    def parameters(self, model: catalogue.ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
         text = model.as_text
         if text.required_geometry.model_type not in VLLM_PLANNED:
@@ -147,9 +144,9 @@ class Vllm(ParallelDeployment, frozen=True):
 class _Rank:
     """Builder of one rank's layout."""
 
-    def __init__(self, sizes: Vllm, model: ModelShape, at: VllmCoordinates) -> None:
+    def __init__(self, sizes: Vllm, model: catalogue.ModelShape, at: VllmCoordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.required_geometry
-        self._builder = RankBuilder(model, list_vllm_stages(self._geometry.num_layers, sizes.pp)[at.pp])
+        self._builder = RankBuilder(model, deployment.list_vllm_stages(self._geometry.num_layers, sizes.pp)[at.pp])
 
     def build(self) -> Layout:
         if self._model.family:

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints, pad_dims
 from tandem.refit.layout import ITEM_SIZE_OF_CODE, Layout, Storage
-from tandem.refit.planning.destination_shards import DestinationShards
-from tandem.refit.planning.flows import FlowColumns, link_keys
+from tandem.refit.planning import destination_shards, flows, sharing
 from tandem.refit.planning.names import PairedTensors
-from tandem.refit.planning.sharing import SharingPattern
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
 from tandem.refit.transfer import CopyColumns, LinkTransfer
@@ -217,9 +215,9 @@ class TransferAssembler:
         source_shards: SourceShards,
         destinations: Mapping[str, Layout],
         class_of: Mapping[str, int],
-        shards: Sequence[DestinationShards],
-        patterns: Sequence[SharingPattern],
-        moved: FlowColumns,
+        shards: Sequence[destination_shards.DestinationShards],
+        patterns: Sequence[sharing.SharingPattern],
+        moved: flows.FlowColumns,
     ) -> None:
         self._tensors = tensors
         self._source_shards = source_shards
@@ -240,7 +238,7 @@ class TransferAssembler:
         moved = self._moved.rows(slice(self._first_E[engine], self._first_E[engine + 1]))
         if not len(moved):
             return []
-        key_F = link_keys(moved, len(self._engines), len(self._source_shards.members))
+        key_F = flows.link_keys(moved, len(self._engines), len(self._source_shards.members))
         _, flow_of_link, link_F = np.unique(key_F, return_index=True, return_inverse=True)
         overlaps = self._overlaps(self._patterns[int(moved.pattern_F[0])], moved)
         copies, link_C = merge(self._copies(overlaps, moved), link_F[overlaps.flow_N])
@@ -254,7 +252,7 @@ class TransferAssembler:
         return sorted(transfers, key=lambda item: item[0])
 
     def _number(
-        self, engine: int, copies: CopyColumns, group_C: Ints, flow_of_link: FlowColumns
+        self, engine: int, copies: CopyColumns, group_C: Ints, flow_of_link: flows.FlowColumns
     ) -> Iterator[tuple[Turn, LinkTransfer]]:
         """Yield a transfer for each group of copies, numbering the storages and tensors that it uses.
 
@@ -311,7 +309,7 @@ class TransferAssembler:
             return self._destination_shards[self._class_of[self._engines[source]]].storages
         return self._source_shards.layouts[source].storages
 
-    def _overlaps(self, pattern: SharingPattern, moved: FlowColumns) -> _Overlaps:
+    def _overlaps(self, pattern: sharing.SharingPattern, moved: flows.FlowColumns) -> _Overlaps:
         """Cut the overlaps of a pattern at the ends of the flows."""
         first_F = np.searchsorted(pattern.high_R, moved.low_F, "right")
         last_F = np.searchsorted(pattern.low_R, moved.high_F, "left")
@@ -337,7 +335,7 @@ class TransferAssembler:
         shape_ND[rows, axis_N] = (high_N - low_N) // step_N
         return _Overlaps(flow_N, overlap_N, tensor_N, box_N, start_ND, shape_ND)
 
-    def _copies(self, overlaps: _Overlaps, moved: FlowColumns) -> CopyColumns:
+    def _copies(self, overlaps: _Overlaps, moved: flows.FlowColumns) -> CopyColumns:
         """Resolve both ends of each overlap to byte offsets."""
         pattern = self._patterns[int(moved.pattern_F[0])]
         slot = int(moved.slot_F[0])
@@ -367,7 +365,7 @@ class TransferAssembler:
         )
 
     def _locate_at_engine(
-        self, pattern: SharingPattern, slot: int, overlaps: _Overlaps
+        self, pattern: sharing.SharingPattern, slot: int, overlaps: _Overlaps
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """Return storage, offset, strides and element type of overlaps in an engine's memory."""
         shards = self._destination_shards[pattern.slots[slot]]
@@ -401,7 +399,7 @@ def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], 
     return (keys % radix).tolist(), [*first.tolist(), len(keys)], key_C - first[index_C]
 
 
-def _read_in_place(copies: CopyColumns, transport_C: Ints, shards: DestinationShards) -> Ints:
+def _read_in_place(copies: CopyColumns, transport_C: Ints, shards: destination_shards.DestinationShards) -> Ints:
     """Return the transports of copies, replacing those that can be read in place."""
     num_parameters = len(shards.layout.storages)  # staging memory comes after the parameters
     num_bytes = [s.num_bytes if number < num_parameters else 0 for number, s in enumerate(shards.storages)]

@@ -9,9 +9,7 @@ import numpy as np
 
 from tandem.refit.columns import ColumnTable, Ints
 from tandem.refit.layout import Layout
-from tandem.refit.planning.choose import SegmentColumns
-from tandem.refit.planning.destination_shards import DestinationShards
-from tandem.refit.planning.sharing import PRIVATE, SharingPattern, TransportChoices, number_routes
+from tandem.refit.planning import choose, destination_shards, sharing
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
 from tandem.refit.transfer import link_name
@@ -64,7 +62,7 @@ class FlowLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def flows(
-    patterns: Sequence[SharingPattern], segments: SegmentColumns, destinations: Mapping[str, Layout]
+    patterns: Sequence[sharing.SharingPattern], segments: choose.SegmentColumns, destinations: Mapping[str, Layout]
 ) -> FlowColumns:
     """Return the flows from trainers, and those between engines of a node that pass bytes on."""
     number = {engine: index for index, engine in enumerate(destinations)}
@@ -111,8 +109,8 @@ def link_keys(moved: FlowColumns, num_engines: int, num_members: int) -> Ints:
 
 def links(
     moved: FlowColumns,
-    patterns: Sequence[SharingPattern],
-    shards: Sequence[DestinationShards],
+    patterns: Sequence[sharing.SharingPattern],
+    shards: Sequence[destination_shards.DestinationShards],
     source_shards: SourceShards,
     destinations: Mapping[str, Layout],
 ) -> tuple[FlowLink, ...]:
@@ -168,12 +166,12 @@ class _BetweenEngines:
         devices = np.array([layout.device for layout in destinations.values()])
         self._is_gpu_E = devices != "cpu"
         self._device_E = np.unique(devices, return_inverse=True)[1].reshape(-1)
-        self._choices = TransportChoices(
+        self._choices = sharing.TransportChoices(
             sent_only=True
         )  # an engine that passes bytes on must wait until it has received them
 
     def transports(self, source_F: Ints, destination_F: Ints) -> Ints:
         """Return the number of the transport from one engine to another; an engine's parameters are private."""
         same_device_F = self._device_E[source_F] == self._device_E[destination_F]
-        route_F = number_routes(True, same_device_F, self._is_gpu_E[source_F], self._is_gpu_E[destination_F])
-        return self._choices.look_up(np.full_like(route_F, PRIVATE), route_F)[0]
+        route_F = sharing.number_routes(True, same_device_F, self._is_gpu_E[source_F], self._is_gpu_E[destination_F])
+        return self._choices.look_up(np.full_like(route_F, sharing.PRIVATE), route_F)[0]

@@ -11,9 +11,7 @@ from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
 from tandem.refit.layout import Storage
 from tandem.refit.transfer import LinkTransfer
-from tandem.refit.transports import gpu_copy
-from tandem.refit.transports.memory import NamedStorages, destination_side, source_side, wire_bytes
-from tandem.refit.transports.transport import TransferEnd
+from tandem.refit.transports import gpu_copy, memory, transport
 
 
 class BoundCopier:
@@ -54,8 +52,8 @@ class PulledTransfers:
     def __init__(
         self,
         transfers: Sequence[LinkTransfer],
-        end: TransferEnd,
-        open_storage: Callable[[Storage, str, TransferEnd], torch.Tensor],
+        end: transport.TransferEnd,
+        open_storage: Callable[[Storage, str, transport.TransferEnd], torch.Tensor],
     ) -> None:
         """Find both ends of every copy; `open_storage` returns the bytes of a storage. Raises `RefitError`.
 
@@ -63,16 +61,16 @@ class PulledTransfers:
         """
         self._end = end
         self._peer = transfers[0].source
-        self._num_bytes = [(transfer.link, int(wire_bytes(transfer.copies).sum())) for transfer in transfers]
+        self._num_bytes = [(transfer.link, int(memory.wire_bytes(transfer.copies).sum())) for transfer in transfers]
         destinations: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for transfer in transfers:
             at, names = transfer.copies, [storage.name for storage in transfer.source_storages]
             opened = {storage.name: open_storage(storage, transfer.source, end) for storage in transfer.source_storages}
-            source_memory = NamedStorages(f"{end.member}: {transfer.source}", opened)
-            destination = destination_side(at, transfer.destination_storages)
+            source_memory = memory.NamedStorages(f"{end.member}: {transfer.source}", opened)
+            destination = memory.destination_side(at, transfer.destination_storages)
             destinations += end.memory.views(destination, transfer.tensors, at.tensor_C)
-            sources += source_memory.views(source_side(at, names), transfer.tensors, at.tensor_C)
+            sources += source_memory.views(memory.source_side(at, names), transfer.tensors, at.tensor_C)
         self._copier = BoundCopier(destinations, sources)
         self.num_copies = len(destinations)
         self.num_bytes = sum(num_bytes for _, num_bytes in self._num_bytes)

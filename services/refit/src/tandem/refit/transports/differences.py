@@ -34,22 +34,9 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
 from tandem.refit.transfer import LinkTransfer
-from tandem.refit.transports import encoding
+from tandem.refit.transports import encoding, exchange, sizes, stream, transport
 from tandem.refit.transports.encoding import EncodingKind, MessageDifference
-from tandem.refit.transports.exchange import (
-    TAGS_A_ROUND,
-    BoundChannel,
-    BoundMessage,
-    ChannelExchange,
-    MeshEnd,
-    describe_failure,
-    synchronise,
-    use_queue,
-)
 from tandem.refit.transports.process_group import ConnectedGroup, GroupMessage
-from tandem.refit.transports.sizes import DEPTH
-from tandem.refit.transports.stream import RoundStreams, StreamTransport
-from tandem.refit.transports.transport import TransferEnd
 
 _NOTHING_HELD = 0
 _NUM_FIELDS = 5
@@ -69,14 +56,14 @@ class DifferenceHeader(NamedTuple):
     """Number that the receiver holds after the last message."""
 
 
-class DifferenceStream(StreamTransport):
+class DifferenceStream(stream.StreamTransport):
     """The transport `stream`, by which a sender sends what changed since the receiver's last version."""
 
     def __init__(self, largest: float = 1.0) -> None:
         """Send whole messages if a larger share than this has changed."""
         self._largest = largest
 
-    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> DifferenceStreams:
+    def bind(self, transfers: Sequence[LinkTransfer], end: transport.TransferEnd) -> DifferenceStreams:
         """Cut the transfers into messages, and keep none of them yet."""
         snapshots = MessageSnapshots(self._largest)
         by_mesh: dict[str, list[LinkTransfer]] = {}
@@ -86,7 +73,7 @@ class DifferenceStream(StreamTransport):
             [
                 DifferenceExchange(
                     of_mesh,
-                    MeshEnd(end.member, end.transfer_groups[name], end.memory, end.device),
+                    exchange.MeshEnd(end.member, end.transfer_groups[name], end.memory, end.device),
                     end.groups,
                     snapshots,
                 )
@@ -96,7 +83,7 @@ class DifferenceStream(StreamTransport):
         )
 
 
-class DifferenceStreams(RoundStreams):
+class DifferenceStreams(stream.RoundStreams):
     """The streams of one round at one process, which send what changed."""
 
     def __init__(self, exchanges: Sequence[DifferenceExchange], snapshots: MessageSnapshots) -> None:
@@ -111,14 +98,14 @@ class DifferenceStreams(RoundStreams):
 
     def distrust(self, engines: Collection[str]) -> None:
         """Send these engines whole messages next time."""
-        for exchange in self._differing:
-            exchange.distrust(engines)
+        for end in self._differing:
+            end.distrust(engines)
 
 
 class MessageSnapshot:
     """The bytes of one message as they were last sent, and the change that led to them."""
 
-    def __init__(self, bound: BoundMessage, lock: threading.Lock, largest: float) -> None:
+    def __init__(self, bound: exchange.BoundMessage, lock: threading.Lock, largest: float) -> None:
         """Keep nothing yet; `lock` protects the memory in which the message is packed."""
         self._largest = largest
         self._bound = bound
@@ -166,7 +153,7 @@ class MessageSnapshots:
         """Number of the run in progress, from 1."""
         self._by_place: dict[object, MessageSnapshot] = {}
 
-    def of(self, bound: BoundMessage, lock: threading.Lock) -> MessageSnapshot:
+    def of(self, bound: exchange.BoundMessage, lock: threading.Lock) -> MessageSnapshot:
         """Return the snapshot of a message."""
         message_bytes = bound.message.bytes_
         place = (
@@ -179,10 +166,10 @@ class MessageSnapshots:
         return self._by_place[place]
 
 
-class _Difference(BoundChannel, ABC):
+class _Difference(exchange.BoundChannel, ABC):
     """One end of a transfer of what changed."""
 
-    def __init__(self, transfer: LinkTransfer, end: MeshEnd) -> None:
+    def __init__(self, transfer: LinkTransfer, end: exchange.MeshEnd) -> None:
         super().__init__(transfer, end)
         self.number = _NOTHING_HELD
         """Number of what the receiver holds; none during a transfer and after one that failed."""
@@ -193,7 +180,7 @@ class _Difference(BoundChannel, ABC):
 
     def message(self, number: int, bytes_: torch.Tensor, *, is_send: bool) -> GroupMessage:
         """Return a message to the other end, or from it; each of a transfer has a number of its own."""
-        return GroupMessage(bytes_, self._rank, self.transfer.round * TAGS_A_ROUND + number, is_send)
+        return GroupMessage(bytes_, self._rank, self.transfer.round * exchange.TAGS_A_ROUND + number, is_send)
 
     def begin(self) -> None:
         """Trust nothing until the whole transfer has succeeded."""
@@ -223,7 +210,7 @@ class _Difference(BoundChannel, ABC):
 class _SendingEnd(_Difference):
     """The sender's end."""
 
-    def __init__(self, transfer: LinkTransfer, end: MeshEnd, snapshots: MessageSnapshots) -> None:
+    def __init__(self, transfer: LinkTransfer, end: exchange.MeshEnd, snapshots: MessageSnapshots) -> None:
         super().__init__(transfer, end)
         lock = threading.Lock()
         self._of_process = snapshots
@@ -260,7 +247,7 @@ class _SendingEnd(_Difference):
 class _ReceivingEnd(_Difference):
     """The receiver's end."""
 
-    def __init__(self, transfer: LinkTransfer, end: MeshEnd) -> None:
+    def __init__(self, transfer: LinkTransfer, end: exchange.MeshEnd) -> None:
         super().__init__(transfer, end)
         self._backwards = [bound.copier.backwards() if bound.copier else None for bound in self.messages]
         self._header = torch.zeros(_NUM_FIELDS * _INTEGER_BYTES, dtype=torch.uint8, device=end.device)
@@ -320,13 +307,13 @@ class _Flying(NamedTuple):
     post: _Post
 
 
-class DifferenceExchange(ChannelExchange):
+class DifferenceExchange(exchange.ChannelExchange):
     """All channels of one process in one transfer group and round, which send what changed."""
 
     def __init__(
         self,
         transfers: Sequence[LinkTransfer],
-        end: MeshEnd,
+        end: exchange.MeshEnd,
         groups: Mapping[str, ConnectedGroup],
         snapshots: MessageSnapshots,
     ) -> None:
@@ -341,7 +328,7 @@ class DifferenceExchange(ChannelExchange):
             if process_of(channel.transfer.destination) in engines:
                 channel.number = _NOTHING_HELD
 
-    def _bind(self) -> list[BoundChannel]:
+    def _bind(self) -> list[exchange.BoundChannel]:
         self._differing = [
             _SendingEnd(transfer, self._end, self._snapshots)
             if transfer.source == self._end.member
@@ -364,16 +351,16 @@ class DifferenceExchange(ChannelExchange):
         if group.queue is not None:
             group.queue.wait_stream(torch.cuda.current_stream(group.device))
         try:
-            with use_queue(group):
+            with exchange.use_queue(group):
                 _greet(group, channels, flying, deadline)
             yield
-            for step in range(num_waves + 1 + DEPTH):
-                with use_queue(group):
-                    _land(group, flying, step - 1 - DEPTH, deadline, counted)
+            for step in range(num_waves + 1 + sizes.DEPTH):
+                with exchange.use_queue(group):
+                    _land(group, flying, step - 1 - sizes.DEPTH, deadline, counted)
                     _start_payloads(group, step - 1, channels, flying, deadline)
                     _start_headers(group, step, channels, flying)
                 yield
-            synchronise(group, deadline)
+            exchange.synchronise(group, deadline)
         except RefitError as error:
             flying.clear()
             group.close(str(error))
@@ -434,7 +421,7 @@ def _start(group: ConnectedGroup, posts: Sequence[_Post], flying: list[_Flying])
         flying += [_Flying(work, post) for work, post in zip(works, batch, strict=bool(not failure))]
         works.clear()
         if failure:
-            raise RefitError(describe_failure(group, batch[0].channel, batch[0].wave, failure))
+            raise RefitError(exchange.describe_failure(group, batch[0].channel, batch[0].wave, failure))
 
 
 def _land(group: ConnectedGroup, flying: list[_Flying], wave: int, deadline: float, counted: dict[str, int]) -> None:
@@ -456,20 +443,20 @@ def _finish(group: ConnectedGroup, flying: list[_Flying], which: int, deadline: 
     failure = group.wait(work, deadline)
     del work  # a caught error keeps locals alive, and `work` keeps the sockets open
     if failure:
-        raise RefitError(describe_failure(group, post.channel, post.wave, failure))
+        raise RefitError(exchange.describe_failure(group, post.channel, post.wave, failure))
     return post
 
 
 @contextlib.contextmanager
-def _locate_errors(group: ConnectedGroup, channel: BoundChannel, wave: int) -> Iterator[None]:
+def _locate_errors(group: ConnectedGroup, channel: exchange.BoundChannel, wave: int) -> Iterator[None]:
     """Say of an error where it was."""
     try:
         yield
     except RefitError as error:
-        raise RefitError(describe_failure(group, channel, wave, str(error))) from error
+        raise RefitError(exchange.describe_failure(group, channel, wave, str(error))) from error
 
 
-def _integers(bound: BoundMessage) -> torch.Tensor:
+def _integers(bound: exchange.BoundMessage) -> torch.Tensor:
     """Return a message as a vector of integers of the size of its smallest elements."""
     return bound.message.bytes_.view(encoding.INTEGERS[bound.item_size])
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from tandem.common.errors import RefitError, nearest
 from tandem.refit.layout import Address
-from tandem.refit.transports.alias import AliasTransport
-from tandem.refit.transports.cuda_ipc import CudaIpc
-from tandem.refit.transports.shm import ShmTransport
-from tandem.refit.transports.stream import StreamTransport
+from tandem.refit.transports import alias, cuda_ipc, shm, stream
 from tandem.refit.transports.transport import Route, Transport
 
 TRANSPORTS: dict[str, Transport] = {
-    each.name: each for each in (StreamTransport(), ShmTransport(), CudaIpc(), AliasTransport())
+    each.name: each
+    for each in (stream.StreamTransport(), shm.ShmTransport(), cuda_ipc.CudaIpc(), alias.AliasTransport())
 }
 """Transports by name. Tables of a plan store a transport's position in this order as its number."""
 

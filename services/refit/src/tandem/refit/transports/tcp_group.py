@@ -22,15 +22,7 @@ from tandem.common.errors import RefitError, WireError
 from tandem.common.wire.peers import PeerConnections
 from tandem.common.worker_shards import process_of
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.process_group import (
-    ConnectedGroup,
-    GroupKeys,
-    GroupMessage,
-    address_towards,
-    announce,
-    await_members,
-    limit_wait,
-)
+from tandem.refit.transports import process_group
 from tandem.refit.transports.sizes import BUCKET_BYTES
 
 _PIECE_BYTES = 1 << 20
@@ -48,14 +40,14 @@ _PIECE, _TAKEN = 1, 2
 class _Work:
     """A message in transit."""
 
-    def __init__(self, message: GroupMessage) -> None:
+    def __init__(self, message: process_group.GroupMessage) -> None:
         self.message = message
         self.memory: NDArray[Any] = message.bytes_.numpy()
         self.num_taken = 0
         self.is_done = False
 
 
-class TcpGroup(ConnectedGroup):
+class TcpGroup(process_group.ConnectedGroup):
     """One process's end of a transfer group over TCP. Not thread-safe."""
 
     def __init__(self, transfer_group: TransferGroup, member: str, peers: PeerConnections) -> None:
@@ -80,7 +72,7 @@ class TcpGroup(ConnectedGroup):
             for queues in (self._sent, self._wanted, self._early):
                 queues.clear()
 
-    def _start_guarded(self, message: GroupMessage) -> Any:
+    def _start_guarded(self, message: process_group.GroupMessage) -> Any:
         """Send a message, or prepare to receive it; raise `RuntimeError` if the peer is lost."""
         work, key = _Work(message), (message.peer, message.tag)
         if message.is_send:
@@ -151,13 +143,15 @@ class TcpGroup(ConnectedGroup):
         self._refused = f"{self.transfer_group.members[peer]} sent {description}"
 
 
-def connect(transfer_group: TransferGroup, member: str, store: Store, keys: GroupKeys, timeout_s: float) -> TcpGroup:
+def connect(
+    transfer_group: TransferGroup, member: str, store: Store, keys: process_group.GroupKeys, timeout_s: float
+) -> TcpGroup:
     """Join a transfer group over TCP, and return when every process has; see `process_group.connect`.
 
     Only addresses go through the store. A stranger that changes them there can prevent a connection, and prove no key.
     """
     deadline, members = time.monotonic() + timeout_s, transfer_group.members
-    announce(transfer_group, member, store)
+    process_group.announce(transfer_group, member, store)
     rank, prefixed = members.index(member), PrefixStore(transfer_group.name, store)
     failure = f"{member} could not connect transfer group {transfer_group.name!r} over TCP"
     if unknown := [name for name in members if process_of(name) not in keys.public]:
@@ -165,9 +159,14 @@ def connect(transfer_group: TransferGroup, member: str, store: Store, keys: Grou
     publics = [keys.public[process_of(name)] for name in members]
     peers: PeerConnections | None = None
     try:
-        await_members(transfer_group, member, prefixed, timeout_s)
+        process_group.await_members(transfer_group, member, prefixed, timeout_s)
         peers = PeerConnections(
-            rank, members, publics, keys.key_pair, address_towards(store), max_bytes=_PIECE_BYTES + _OVERHEAD_BYTES
+            rank,
+            members,
+            publics,
+            keys.key_pair,
+            process_group.address_towards(store),
+            max_bytes=_PIECE_BYTES + _OVERHEAD_BYTES,
         )
         prefixed.set(f"{rank} listens at", peers.at)
         peers.join(_places(prefixed, range(rank + 1, len(members)), deadline), deadline)
@@ -182,6 +181,6 @@ def _places(store: Store, ranks: Sequence[int], deadline: float) -> dict[int, st
     """Return where processes listen."""
     addresses: dict[int, str] = {}
     for rank in ranks:
-        store.wait([f"{rank} listens at"], limit_wait(deadline))
+        store.wait([f"{rank} listens at"], process_group.limit_wait(deadline))
         addresses[rank] = store.get(f"{rank} listens at").decode()
     return addresses

@@ -14,7 +14,7 @@ import contextlib
 import math
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from starlette.applications import Starlette
@@ -26,18 +26,20 @@ from tandem.common.errors import HelperLost
 from tandem.common.messages import Generate, PromptGroup
 from tandem.common.values import encode_json
 from tandem.config import Config
+from tandem.launch.service import ServiceContext
 from tandem.rollout.agents.episodes import Episode, over
 from tandem.rollout.agents.players import make_player
 from tandem.rollout.agents.programs import ProgramChanged, ProgramLauncher
 from tandem.rollout.agents.session import EpisodeSession
+from tandem.rollout.conversation import SampleConversation
 from tandem.rollout.engine import Engine, EngineCompletion
 from tandem.rollout.environments import Score, outcomes
-from tandem.rollout.openai_api.app import api_routes
-from tandem.rollout.openai_api.driver import EngineDriver
-from tandem.rollout.openai_api.images import limits_of, stored_images
-from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, read_body
+from tandem.rollout.generating import UNSCORED, Finished, RunningGeneration, RunningGenerations
+from tandem.rollout.openai_api import app, driver, images, refusals
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tandem.rollout.parts import RolloutParts
 from tandem.samples.images.rows import image_folder
+from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.tokenizer import Tokenizer
 
 _WAIT_S = 0.005
@@ -76,10 +78,10 @@ class RolloutAgents:
         self._tokenizer = tokenizer
         self._images = None
         if tokenizer.sees:
-            limits = limits_of(config.data.max_image_pixels)
-            self._images = stored_images(image_folder(config), limits)
+            limits = images.limits_of(config.data.max_image_pixels)
+            self._images = images.stored_images(image_folder(config), limits)
         self._faults = outcomes.FaultPolicy(config)
-        self._driver = EngineDriver(engine, step=step)
+        self._driver = driver.EngineDriver(engine, step=step)
         self._ended: queue.SimpleQueue[tuple[Episode, Score | outcomes.Failure] | Exception] = queue.SimpleQueue()
         self._wanted: set[int] = set()
         """Numbers of the episodes that the service still waits for."""
@@ -95,7 +97,7 @@ class RolloutAgents:
         """When a program, or the process that starts them, was last seen to be stopped by a signal."""
         timeout_s = self._settings.timeout_s
         paths = [
-            *api_routes(self._find, deadline_s=timeout_s, prefix=_PREFIX),
+            *app.api_routes(self._find, deadline_s=timeout_s, prefix=_PREFIX),
             Route(_PREFIX, self._describe, methods=["GET"]),
             Route(f"{_PREFIX}/reward", self._take_reward, methods=["POST"]),
             Route(f"{_PREFIX}/error", self._take_error, methods=["POST"]),
@@ -258,25 +260,63 @@ class RolloutAgents:
     async def _describe(self, request: Request) -> Response:
         try:
             return _json(self._find(request).described(self._server.url))
-        except OpenAIRefused as error:
-            return as_response(error)
+        except refusals.OpenAIRefused as error:
+            return refusals.as_response(error)
 
     async def _take_reward(self, request: Request) -> Response:
         try:
             episode = self._find(request)
-            score = episode.reward(await read_body(request))
-        except OpenAIRefused as error:
-            return as_response(error)
+            score = episode.reward(await refusals.read_body(request))
+        except refusals.OpenAIRefused as error:
+            return refusals.as_response(error)
         return _json(score)
 
     async def _take_error(self, request: Request) -> Response:
         try:
             episode = self._find(request)
-            episode.fail(await read_body(request))
-        except OpenAIRefused as error:
-            return as_response(error)
+            episode.fail(await refusals.read_body(request))
+        except refusals.OpenAIRefused as error:
+            return refusals.as_response(error)
         return _json({})
 
 
 def _json(answer: object) -> Response:
     return Response(encode_json(answer), media_type="application/json")
+
+
+class AgentGenerations(RunningGenerations):
+    """The `Generate` commands whose samples the agents of a rollout play."""
+
+    def __init__(
+        self, context: ServiceContext, parts: RolloutParts, experts: RoutedExperts | None, agents: RolloutAgents
+    ) -> None:
+        """Begin without commands, as any `RunningGenerations`; `agents` play."""
+        super().__init__(context, parts, experts)
+        self._agents = agents
+
+    def _request(self, number: int, conversation: SampleConversation, command: Generate) -> None:
+        self._agents.begin(number, conversation.group, conversation.sample, command)
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        self._agents.forget(numbers)
+
+    def _converse(self) -> None:
+        """Make one token for each request of an agent; take the episodes that have ended."""
+        started = time.perf_counter()
+        phase = "generation" if self._agents.work() else "rewards"
+        if self._parts.external_requests is not None and not self._parts.sample_engine.num_unfinished:
+            self._parts.external_requests.work()
+        for generation in self.generations.values():
+            generation.seconds[phase] += time.perf_counter() - started
+        finished: Finished = {}
+        for number, session, result in self._agents.poll():
+            score, unscored = (result, None) if isinstance(result, Score) else (UNSCORED, result)
+            sample, arrays = session.finish(score, self._parts.engine.version or 0, unscored)
+            self._generation_of[number].num_tokens += sample.response_length
+            self._end(finished, number, sample, arrays)
+        self._send(finished)
+
+    def _finish(self, generation: RunningGeneration) -> None:
+        if len(self.generations) == 1:
+            self._agents.abandon_requests()
+        super()._finish(generation)

@@ -20,11 +20,9 @@ from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
 from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import UnscoredResponse
+from tandem.samples import chat_templates, routed_experts, sampling_masks
 from tandem.samples.batch import SampleBatch
-from tandem.samples.chat_templates import REASONING_FIELDS, reasoning_of
 from tandem.samples.images.columns import image_columns
-from tandem.samples.routed_experts import COLUMN, RoutedExperts
-from tandem.samples.sampling_masks import mask_columns
 from tandem.samples.tokenizer import Tokenizer
 
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -58,7 +56,7 @@ class EpisodeSession:
         group: PromptGroup,
         sample: int,
         tokenizer: Tokenizer,
-        experts: RoutedExperts | None = None,
+        experts: routed_experts.RoutedExperts | None = None,
         *,
         keeps_masks: bool = False,
         roles: Sequence[str] = (),
@@ -214,12 +212,12 @@ class EpisodeSession:
             arrays = arrays.replace(**image_columns([images]))
         if self._keeps_masks:
             masks = [(first, completion.masks) for first, completion in responses]
-            arrays = arrays.replace(**mask_columns(len(token_ids), masks))
+            arrays = arrays.replace(**sampling_masks.mask_columns(len(token_ids), masks))
         if self._experts is None:
             return arrays
         routed_parts = [self.exchanges[number].completion.routed_experts_TX for number in path]
         routed_TX = self._experts.of_sequence([each for each in routed_parts if each is not None], len(token_ids))
-        return arrays.replace(**{COLUMN: routed_TX})
+        return arrays.replace(**{routed_experts.COLUMN: routed_TX})
 
     def _path(self, leaf: int) -> list[int]:
         path: list[int] = []
@@ -246,7 +244,7 @@ def _repeats(messages: ChatMessages, exchanged: ChatMessages) -> bool:
     return all(
         message == exchanged_message
         or (
-            reasoning_of(message) in (None, reasoning_of(exchanged_message))
+            chat_templates.reasoning_of(message) in (None, chat_templates.reasoning_of(exchanged_message))
             and _plain(message) == _plain(exchanged_message)
         )
         for message, exchanged_message in zip(messages, exchanged, strict=True)
@@ -254,7 +252,7 @@ def _repeats(messages: ChatMessages, exchanged: ChatMessages) -> bool:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    return {name: value for name, value in message.items() if name not in chat_templates.REASONING_FIELDS}
 
 
 def _laid_out(token_ids: Sequence[int], responses: Sequence[tuple[int, EngineCompletion]]) -> SampleBatch:

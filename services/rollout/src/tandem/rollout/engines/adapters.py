@@ -27,29 +27,23 @@ from tandem.refit.holder import RunningDigest
 from tandem.refit.program import TransferProgram
 from tandem.refit.weights import BoundProgram, Weights
 from tandem.rollout.engine import EngineCompletion, SequenceRequest, VersionNotHeld
-from tandem.rollout.engines.adapter_sets import AdapterSets, VersionUses, attach_to_linear, products_of
-from tandem.rollout.engines.attention import AttentionStep, KeyValueCache
-from tandem.rollout.engines.refitted import RefittedEngine
-from tandem.rollout.engines.served import ServedSampling
-from tandem.rollout.engines.slots import EngineSequence as Running
-from tandem.rollout.engines.slots import EngineSlots
-from tandem.rollout.engines.states import StatefulCache
+from tandem.rollout.engines import adapter_sets, attention, refitted, served, slots, states
 from tandem.rollout.engines.transformers import TransformersEngine
 
 
 def version_of(request: SequenceRequest) -> int:
     """Return the version that makes a request which an engine of several versions has taken."""
-    assert isinstance(request.sampling, ServedSampling), "as it was taken"
+    assert isinstance(request.sampling, served.ServedSampling), "as it was taken"
     assert request.sampling.weight_version is not None, "as it was taken"
     return request.sampling.weight_version
 
 
-class SeveralVersions(RefittedEngine, ABC):
+class SeveralVersions(refitted.RefittedEngine, ABC):
     """The part of an engine that concerns the versions that it holds; one without a version is made by the newest."""
 
     def __init__(self, *args: Any, num_sets: int, **kwargs: Any) -> None:
         """Take what the engine takes. `num_sets` versions are held, or more while requests need them."""
-        self._uses = VersionUses(num_sets)
+        self._uses = adapter_sets.VersionUses(num_sets)
         super().__init__(*args, **kwargs)
 
     def apply(
@@ -70,8 +64,8 @@ class SeveralVersions(RefittedEngine, ABC):
     def _named(self, request: SequenceRequest) -> SequenceRequest:
         """Return a request that names its version. Raises `VersionNotHeld` if there is none yet."""
         sampling = request.sampling
-        if not isinstance(sampling, ServedSampling):
-            sampling = ServedSampling(**msgspec.structs.asdict(sampling))
+        if not isinstance(sampling, served.ServedSampling):
+            sampling = served.ServedSampling(**msgspec.structs.asdict(sampling))
         if sampling.weight_version is None:
             if self.version is None:
                 raise VersionNotHeld("the engine holds no weight version yet")
@@ -80,7 +74,7 @@ class SeveralVersions(RefittedEngine, ABC):
 
     def _note(self, request: SequenceRequest) -> None:
         """Note the versions that a request names which was taken."""
-        assert isinstance(request.sampling, ServedSampling), "as it was taken"
+        assert isinstance(request.sampling, served.ServedSampling), "as it was taken"
         self._uses.name([version_of(request), *request.sampling.kept_versions])
 
     def _holds(self, version: int) -> bool:
@@ -99,7 +93,7 @@ class SeveralVersions(RefittedEngine, ABC):
         """Return the requests that run or wait."""
 
 
-class AdapterSlots(EngineSlots):
+class AdapterSlots(slots.EngineSlots):
     """Slots of sequences that different versions make."""
 
     def __init__(self, num_slots: int, *args: Any) -> None:
@@ -108,7 +102,7 @@ class AdapterSlots(EngineSlots):
         self.wanted_S = np.zeros(num_slots, np.int64)
         """Version that makes the slot's sequence."""
 
-    def join(self, sequence: Running) -> None:
+    def join(self, sequence: slots.EngineSequence) -> None:
         """Give the sequence the next slot."""
         self.wanted_S[self.num_running] = version_of(sequence.request)
         super().join(sequence)
@@ -127,15 +121,15 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
 
     def __init__(self, *args: Any, num_sets: int, **kwargs: Any) -> None:
         """Take what `TransformersEngine` takes. `num_sets` versions are held."""
-        self._sets = AdapterSets(attach_to_linear, takes_parameters=True)
+        self._sets = adapter_sets.AdapterSets(adapter_sets.attach_to_linear, takes_parameters=True)
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parts of the parameters of experts, each with the base that is received for it."""
         self._staging: Mapping[str, torch.Tensor] = {}
         self._broken: list[int] = []
         """Requests whose weights have just given something that is no number."""
         super().__init__(*args, num_sets=num_sets, **kwargs)
-        if type(self._cache) is not KeyValueCache:  # layers see the tokens of a step in parts
-            reason = "layers with a state" if isinstance(self._cache, StatefulCache) else "a cache of its own"
+        if type(self._cache) is not attention.KeyValueCache:  # layers see the tokens of a step in parts
+            reason = "layers with a state" if isinstance(self._cache, states.StatefulCache) else "a cache of its own"
             model_type = self._model.config.model_type
             raise ModelError(f"{model_type} has {reason}: engines hold one version of adapters at a time")
 
@@ -148,7 +142,7 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         installed = super().install([apart])
         assert isinstance(installed, BoundProgram), "of the only slice"
         self._staging = installed.staging
-        products = products_of(program)
+        products = adapter_sets.products_of(program)
         self._sets.install(self._model, products)
         if self._routing is not None and any(
             each.weight.endswith((".gate.weight", ".router.weight")) for each in products
@@ -234,7 +228,7 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         self,
         token_parts: list[NDArray[np.int64]],
         position_parts: list[NDArray[np.int64]],
-        step: AttentionStep,
+        step: attention.AttentionStep,
         kept_K: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run the model over the tokens of a step, each with the adapters of its version."""

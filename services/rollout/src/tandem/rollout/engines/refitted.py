@@ -9,18 +9,16 @@ from typing import Protocol
 from tandem.common.errors import DataError, RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
+from tandem.refit import holder, program, transfer
 from tandem.refit.digests.slices import ElementSampling
-from tandem.refit.holder import InstalledPrograms, RunningDigest, WeightHolder
 from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram
-from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import GroupStore
 from tandem.rollout.engine import SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import Detokenizer, StopStrings, load_detokenizer
 
 
-class EngineWeights(WeightHolder, Protocol):
+class EngineWeights(holder.WeightHolder, Protocol):
     """The weights of an engine: in this process, or in those of its workers."""
 
     @property
@@ -69,7 +67,7 @@ class RefittedEngine:
         """Describe the weights that each of its slices wants, read from the live parameters."""
         return self._weights.layouts
 
-    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
+    def install(self, programs: Sequence[program.TransferProgram]) -> holder.InstalledPrograms:
         """Bind the program of each slice to its parameters, replacing the previous one.
 
         The engine holds no version until `apply`. Raises `RefitError`.
@@ -78,7 +76,7 @@ class RefittedEngine:
         self._member = process_of(programs[0].member)
         return self._weights.install(programs)
 
-    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
+    def connect(self, transfer_group: transfer.TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Join a transfer group over which weights stream. Raises `RefitError`."""
         self._weights.connect(transfer_group, meeting, timeout_s)
 
@@ -106,7 +104,7 @@ class RefittedEngine:
     def distrust(self, engines: Collection[str]) -> None:
         """Do nothing: only trainers send differences."""
 
-    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
+    def digest_task(self, sampling: ElementSampling | None) -> holder.RunningDigest:
         """Return a task that digests the weights in use."""
         return self._weights.digest_task(sampling)
 

@@ -13,9 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
-from tandem.common.attention.chunks import find_chunk_sizes, give_positions
-from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
-from tandem.common.attention.stateful import ATTENTION_TYPES, STATEFUL_TYPES, find_unknown_layer_type
+from tandem.common.attention import chunks, settings, stateful
 from tandem.common.errors import ModelError
 from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
 from tandem.config.models.vision_families import VISION
@@ -69,7 +67,7 @@ def load_skeleton(
     try:
         config = load_config(str(model_folder), config_overrides)
         _refuse_unsupported(config.get_text_config(), max_length)
-        attention = None if find_unknown_layer_type(config.get_text_config()) else _attention(config)
+        attention = None if stateful.find_unknown_layer_type(config.get_text_config()) else _attention(config)
         build = functools.partial(_build, model_folder, config, dtype, with_weights=with_weights)
         try:
             model = build(attention)
@@ -83,8 +81,8 @@ def load_skeleton(
     model.tie_weights()
     if attention is None:
         _run_apart(model)
-    elif any(find_chunk_sizes(model.config.get_text_config())):
-        give_positions(model, _find_positions)
+    elif any(chunks.find_chunk_sizes(model.config.get_text_config())):
+        chunks.give_positions(model, _find_positions)
     return model.eval().requires_grad_(False)
 
 
@@ -122,9 +120,9 @@ def _try_slots(model: Any, max_length: int) -> str | None:
     Raises `ModelError` for an architecture that attends to later tokens.
     """
     config = model.config.get_text_config()
-    windows = find_sliding_windows(config)
+    windows = settings.find_sliding_windows(config)
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(windows)
-    num_attending = sum(layer_type in ATTENTION_TYPES for layer_type in types)
+    num_attending = sum(layer_type in stateful.ATTENTION_TYPES for layer_type in types)
     if num_attending and "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no positions"
     cache = make_cache(model, 1, 2)
@@ -141,7 +139,7 @@ def _try_slots(model: Any, max_length: int) -> str | None:
         return " ".join(str(error).split())
     if cache.num_layers != num_attending:
         return f"only {cache.num_layers} of its {num_attending} layers use the attention interface of transformers"
-    stateful_layers = {layer for layer, layer_type in enumerate(types) if layer_type in STATEFUL_TYPES}
+    stateful_layers = {layer for layer, layer_type in enumerate(types) if layer_type in stateful.STATEFUL_TYPES}
     if stateful_layers - (cache.stateful_layers if isinstance(cache, StatefulCache) else set()):
         return f"its {types[min(stateful_layers)]} layers keep no states in transformers' caches"
     for layer, window in enumerate(windows):
@@ -211,14 +209,14 @@ def _attention(config: Any) -> str | dict[str, str]:
     """Return what to call the attention of slots by: only the language model's, if the model also has a tower."""
     family = VISION.get(config.model_type)
     if family is None:
-        return CHUNKS_ATTENTION_NAME if any(find_chunk_sizes(config.get_text_config())) else ATTENTION_NAME
+        return CHUNKS_ATTENTION_NAME if any(chunks.find_chunk_sizes(config.get_text_config())) else ATTENTION_NAME
     return {"text_config": BLOCKS_ATTENTION_NAME if family.has_image_blocks else ATTENTION_NAME}
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:
     """Raise `ModelError` if slots would compute this model wrongly."""
     name = config.model_type
-    unstable = find_unstable_rotation(config, max_length)
+    unstable = settings.find_unstable_rotation(config, max_length)
     if unstable is not None:
         raise ModelError(f"the embedded engine cannot run {name}: rotary embeddings of type {unstable}")
     if getattr(config, "use_bidirectional_attention", None):

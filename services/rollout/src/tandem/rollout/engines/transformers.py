@@ -19,14 +19,11 @@ from numpy.typing import NDArray
 from tandem.common.errors import ModelError
 from tandem.common.routers import intercept
 from tandem.rollout.engine import EngineCompletion, NewTokens, SequenceRequest
+from tandem.rollout.engines import own_caches, refitted, served, states
 from tandem.rollout.engines.attention import AttentionStep, SlotPrompt
-from tandem.rollout.engines.own_caches import BatchedForward
-from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.sampling import ForbiddingForward, draw, note_masks, uniforms
-from tandem.rollout.engines.served import ServedForward, ServedSampling
 from tandem.rollout.engines.skeleton import load_skeleton, try_out, weights_of
 from tandem.rollout.engines.slots import EngineSequence, EngineSlots
-from tandem.rollout.engines.states import make_cache
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
 
@@ -70,7 +67,7 @@ class RoutingRecord:
         return chosen_NK
 
 
-class TransformersEngine(RefittedEngine):
+class TransformersEngine(refitted.RefittedEngine):
     """Continuous batching over a fixed number of slots; follows `tandem.rollout.engine.Engine`.
 
     Each `step` is one forward pass over the newest token of every running sequence and the prompts that join; see
@@ -115,7 +112,7 @@ class TransformersEngine(RefittedEngine):
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         try_out(self._model, model_folder, max_total_sequence_length)
-        self._cache = make_cache(self._model, num_slots, max_total_sequence_length)
+        self._cache = states.make_cache(self._model, num_slots, max_total_sequence_length)
         self._slots = self._slots_kind(num_slots, max_total_sequence_length, experts)
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
         self._mask_note = None if mask_format is None else partial(note_masks, self._slots, mask_format)
@@ -123,7 +120,7 @@ class TransformersEngine(RefittedEngine):
         self._num_arrived = 0
         self._logits: Callable[[], torch.Tensor] = self._forward
         """The forward pass; `ForbiddingForward` once a request has asked for that."""
-        self._served: ServedForward | None = None
+        self._served: served.ServedForward | None = None
         """Set once a request has asked for more than training does."""
         self._has_stale_keys = False
         """Whether running sequences must compute their keys and values anew."""
@@ -138,10 +135,10 @@ class TransformersEngine(RefittedEngine):
     def add_request(self, request: SequenceRequest) -> None:
         """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
         self._require_room(request)
-        if isinstance(request.sampling, ServedSampling):
+        if isinstance(request.sampling, served.ServedSampling):
             self._require_held(request)
             if self._served is None and request.sampling.changes_logits:
-                self._served = ServedForward(lambda: self._logits(), self._slots, self._compute_prompt)
+                self._served = served.ServedForward(lambda: self._logits(), self._slots, self._compute_prompt)
         if request.sampling.bad_token_ids and not isinstance(self._logits, ForbiddingForward):
             self._logits = ForbiddingForward(self._forward, self._slots)
         sequence = EngineSequence(
@@ -308,7 +305,7 @@ class TransformersEngine(RefittedEngine):
     def _compute_prompt(self, slot: int, place_K: torch.Tensor) -> torch.Tensor:
         """Compute a running slot's prompt once more; return the logits ``[K, V]`` after these of its tokens."""
         token_T = np.array(self._slots.sequences[slot].request.prompt_ids, np.int64)
-        if isinstance(self._model.forward, BatchedForward):
+        if isinstance(self._model.forward, own_caches.BatchedForward):
             return self._model.forward.compute_prompt(token_T, place_K)
         plan = self._plan(np.zeros(0, np.int64), (SlotPrompt(0, len(token_T), slot, 1),))
         return self._run([token_T], [np.arange(len(token_T))], plan, place_K)

@@ -23,11 +23,9 @@ from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.attention import BLOCKS_ATTENTION_NAME, AttentionStep, slot_attention
 from tandem.rollout.engines.slots import EngineSequence, EngineSlots
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.samples.images import towers
-from tandem.samples.images.blocks import ImageTokens, attend_blocks
+from tandem.samples.images import blocks, store, towers
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
-from tandem.samples.images.store import BoundedCache, BoundedImages
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
 
@@ -37,7 +35,7 @@ _MAX_PIXEL_BYTES = 2**29
 _MAX_ENCODED_BYTES = 2**28
 
 
-class EncoderCache(BoundedCache[Any]):
+class EncoderCache(store.BoundedCache[Any]):
     """Outputs of the tower, up to a number of bytes; forgotten when the weights that made them are not in use."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -134,7 +132,7 @@ class VisionEngine(TransformersEngine):
         self._has_blocks = self._settings.family.has_image_blocks
         self._limits = limits
         self._processor = towers.load_processor(model_folder)
-        self._encoded = BoundedImages(read_image, _MAX_ENCODED_BYTES)
+        self._encoded = store.BoundedImages(read_image, _MAX_ENCODED_BYTES)
         self._pixels = towers.PixelCache(self._process, _MAX_PIXEL_BYTES)
         self._features = EncoderCache(max_feature_bytes)
         self._pictures: weakref.WeakValueDictionary[str, EngineImage] = weakref.WeakValueDictionary()
@@ -235,7 +233,7 @@ class VisionEngine(TransformersEngine):
         if self._has_blocks:
             size = self._settings.tokens_per_image
             kwargs["image_blocks"] = [
-                ImageTokens(prompt.start, prompt.start + start, prompt.start + start + size)
+                blocks.ImageTokens(prompt.start, prompt.start + start, prompt.start + start + size)
                 for view, prompt in zip(views, step.prompts, strict=True)
                 for start in view.block_starts
             ]
@@ -274,7 +272,7 @@ def slot_attention_with_blocks(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    image_blocks: Iterable[ImageTokens] = (),
+    image_blocks: Iterable[blocks.ImageTokens] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as `slot_attention` does, and within the images of the step's prompts in both directions.
@@ -286,7 +284,7 @@ def slot_attention_with_blocks(
         module, *inputs, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
     )
     if image_blocks:
-        output_1NHD = attend_blocks(output_1NHD, *inputs, image_blocks, scaling, sliding_window)
+        output_1NHD = blocks.attend_blocks(output_1NHD, *inputs, image_blocks, scaling, sliding_window)
     return output_1NHD, None
 
 

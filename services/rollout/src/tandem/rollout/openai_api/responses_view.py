@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.rollout.openai_api import choices
+from tandem.rollout.openai_api import choices, protocol, refusals
 from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.protocol import ChatRequest, ToolCall
-from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.rollout.openai_api.responses_request import ResponsesRequest, echo_fields, item_id
 
 ResponseEvent = dict[str, Any]
@@ -33,7 +31,11 @@ class ResponsesView:
     """A stream ends with its last event."""
 
     def __init__(
-        self, model: ServedModel, request: ResponsesRequest, chat_request: ChatRequest, job: choices.GenerationJob
+        self,
+        model: ServedModel,
+        request: ResponsesRequest,
+        chat_request: protocol.ChatRequest,
+        job: choices.GenerationJob,
     ) -> None:
         self._model = model
         self._request = request
@@ -88,7 +90,7 @@ class ResponsesView:
         """Return an event of a stream."""
         return choices.encode_event(msgspec.json.encode(chunk), chunk["type"])
 
-    def encode_error(self, error: OpenAIRefused) -> bytes:
+    def encode_error(self, error: refusals.OpenAIRefused) -> bytes:
         """Return an error after the beginning of a stream; clients of chats look for it in ``error``."""
         body = error.body
         fields = {"code": body.code, "message": body.message, "param": body.param}
@@ -133,7 +135,7 @@ class ResponsesView:
         item["status"], self._text = status, None
         yield self._item_event("response.output_item.done")
 
-    def _add_call(self, call: ToolCall) -> Iterator[ResponseEvent]:
+    def _add_call(self, call: protocol.ToolCall) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
         item = {"type": "function_call", "id": self._next_id("fc"), "call_id": call.id, "name": call.function.name}
         self._output.append({**item, "arguments": "", "status": "in_progress"})

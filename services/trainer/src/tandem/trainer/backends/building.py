@@ -21,8 +21,7 @@ from tandem.config.schema import columns
 from tandem.config.schema.adapters import LoraCfg
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
-from tandem.trainer import context
-from tandem.trainer.attention import preparing
+from tandem.trainer import attention, context
 from tandem.trainer.backends.holding import function_of_scores
 from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.masks import compares_whole
@@ -79,7 +78,7 @@ class ModelBuilder:
         source = settings.model_name if checkpoint is None or not trains_all else str(checkpoint / self.name)
         # Trained parameters are float32, whatever the precision of the passes.
         model = self.load(source, torch.float32 if trains_all else getattr(torch, settings.precision))
-        if (reason := preparing.explain_lookahead(model)) is not None:
+        if (reason := attention.explain_lookahead(model)) is not None:
             raise ModelError(f"{settings.model_name}: {type(model).__name__} cannot be trained: {reason}")
         linear_head = self._head == "vocabulary" and has_linear_head(model)
         shares_prompts = self._prepare_attention(model)
@@ -183,20 +182,20 @@ class ModelBuilder:
         name, longest, reason = type(model).__name__, settings.max_total_sequence_length, None
         section = "policy" if self.name == "reference" else self.name
         if is_shared or settings.sequence_packing.enabled:
-            reason = preparing.prepare_to_pack(model, longest)
+            reason = attention.prepare_to_pack(model, longest)
             if is_shared and reason is None:
-                reason = preparing.explain_undivided(model)
+                reason = attention.explain_undivided(model)
             if reason is not None:
                 key, input_form = "sequence_packing.enabled", "packed rows"
                 if is_shared:
                     key, input_form = "dtensor_cfg.context_parallel_size", "parts of sequences"
                 raise ConfigError(f"{section}.{key}: {name} cannot take {input_form}: {reason}")
             if is_shared:
-                preparing.use_attention(model, context.ATTENTION_NAME)
+                attention.use_attention(model, context.ATTENTION_NAME)
                 reason = f"{section}.dtensor_cfg.context_parallel_size makes ranks share each sequence"
         else:
             if wants_prompts:
-                reason = preparing.prepare_to_share(model, longest)
+                reason = attention.prepare_to_share(model, longest)
                 reason = None if reason is None else f"{name} cannot share: {reason}"
             if not wants_prompts or reason is not None:
                 self._avoid_masks(model, section)
@@ -229,7 +228,7 @@ class ModelBuilder:
         """
         if not any(find_sliding_windows(model.config.get_text_config())):
             return
-        reason = preparing.prepare_to_pack(model, self._settings.max_total_sequence_length)
+        reason = attention.prepare_to_pack(model, self._settings.max_total_sequence_length)
         if reason is not None and self._settings.dtensor_cfg.sequence_parallel:
             key = f"{section}.dtensor_cfg.sequence_parallel"
             raise ConfigError(f"{key}: {type(model).__name__} cannot take parts of sequences: {reason}")

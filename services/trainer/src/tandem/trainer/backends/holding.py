@@ -13,9 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from tandem.config import Config
-from tandem.config.placement import ModelGroup
-from tandem.config.schema import ModelConfig
+from tandem.config import Config, placement, schema
 from tandem.config.schema.columns import Model
 from tandem.trainer import exposed_weights, scoring
 from tandem.trainer.backend import CheckpointWriting, LossOfMicroBatch, ModelReplicas, OptimizerStep
@@ -78,10 +76,12 @@ class HoldingBackend(Generic[AnyHeld]):
     if adapters are trained, the policy with the adapters that training starts from, which needs no model of its own.
     """
 
-    def __init__(self, config: Config, model_group: ModelGroup | None) -> None:
+    def __init__(self, config: Config, model_group: placement.ModelGroup | None) -> None:
         """Begin without models. `model_group` is the model group of the process group; None if it holds all models."""
         self._config = config
-        self._model_group = model_group or ModelGroup(models=config.holds, first=0, size=dist.get_world_size())
+        self._model_group = model_group or placement.ModelGroup(
+            models=config.holds, first=0, size=dist.get_world_size()
+        )
         self.device = _device_of(self._model_group.first + dist.get_rank())
         self._held: dict[tuple[Model, int], AnyHeld] = {}
         """The models, by name and number."""
@@ -167,13 +167,13 @@ def _device_of(index: int) -> torch.device:
     return device
 
 
-def function_of_scores(settings: ModelConfig) -> Callable[..., TokenScores | StudentScores]:
+def function_of_scores(settings: schema.ModelConfig) -> Callable[..., TokenScores | StudentScores]:
     """Return `tandem.trainer.scoring.score_tokens`, or what does the same by fused kernels."""
     if not settings.compile:
         return scoring.score_tokens
-    from tandem.trainer.backends import fused_scores  # it imports torch's compiler
+    from tandem.trainer.backends import compiling  # it imports torch's compiler
 
-    return fused_scores.score_tokens
+    return compiling.score_tokens
 
 
 @contextmanager

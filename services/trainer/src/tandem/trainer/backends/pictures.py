@@ -7,11 +7,13 @@ whose gradients are zeros. That also gives optimizers and ranks the same paramet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
@@ -19,28 +21,58 @@ from tandem.config.models.model_sizes import local_folder
 from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.policy import DtensorCfg
-from tandem.samples.images import towers
-from tandem.samples.images.families import Grid, read_settings, undrawable_ids
+from tandem.samples.images import blocks, families, rows, store, towers
 from tandem.samples.images.reading import ImageLimits, decode
-from tandem.samples.images.rows import image_folder
-from tandem.samples.images.store import ImageFolder
 from tandem.samples.model_files import load_tokenizer
-from tandem.trainer.attention.images import WITH_IMAGES
-from tandem.trainer.attention.preparing import use_attention
+from tandem.trainer.attention import OUTSIDE_OF_GRAPHS, attend, use_attention
 from tandem.trainer.backends.sharding import RankMesh
-from tandem.trainer.batching.images import RowImages
+from tandem.trainer.batching.images import ImageBlock, RowImages
 from tandem.trainer.micro_batches import MicroBatch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _WHITE = (255, 255, 255)
+WITH_IMAGES = "tandem_rows_with_images"
+
+
+def attend_with_images(
+    module: torch.nn.Module,
+    query_BHTD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    image_blocks: Sequence[ImageBlock] = (),
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as `attend` does, and in both directions among the tokens of an image."""
+    attended_BTHD, _ = attend(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)
+    scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
+    causal_BTHD = attended_BTHD
+    attended_BTHD = attended_BTHD.clone()
+    for row, size, source_M in image_blocks:
+        num = len(source_M)
+        attended_1MHD = blocks.attend_blocks(
+            causal_BTHD[row, source_M][None],
+            query_BHTD[row, :, source_M][None],
+            key_BHTD[row, :, source_M][None],
+            value_BHTD[row, :, source_M][None],
+            [blocks.ImageTokens(0, num - size, num)],
+            scaling,
+            window,
+        )
+        attended_BTHD[row, source_M[num - size :]] = attended_1MHD[0, num - size :]
+    return attended_BTHD, None
+
+
+transformers.AttentionInterface.register(WITH_IMAGES, attend_with_images)
+OUTSIDE_OF_GRAPHS[WITH_IMAGES] = attend_with_images
 
 
 class _Reader:
     """The images of a run as towers take them; the models of a process share it."""
 
-    def __init__(self, folder: Path, family: VisionFamily, images: ImageFolder, limits: ImageLimits) -> None:
+    def __init__(self, folder: Path, family: VisionFamily, images: store.ImageFolder, limits: ImageLimits) -> None:
         self._family, self._images, self._limits = family, images, limits
         self._processor = towers.load_processor(folder)
         self.cache = towers.PixelCache(self._read)
@@ -55,7 +87,7 @@ class _Reader:
 
 @cache
 def _reader(folder: Path, model_type: str, images: Path, max_pixels: int) -> _Reader:
-    return _Reader(folder, VISION[model_type], ImageFolder(images), ImageLimits(max_pixels=max_pixels))
+    return _Reader(folder, VISION[model_type], store.ImageFolder(images), ImageLimits(max_pixels=max_pixels))
 
 
 class PixelSource:
@@ -68,7 +100,7 @@ class PixelSource:
         """
         name = config.policy.tokenizer.name
         folder = local_folder(name) or Path(name)
-        settings = read_settings(folder, name)
+        settings = families.read_settings(folder, name)
         if settings.family != family:
             seen = settings.family.model_type
             raise ModelError(
@@ -76,9 +108,9 @@ class PixelSource:
             )
         self.image_token = settings.image_token_id
         """The token whose embeddings features replace."""
-        self.undrawable = undrawable_ids(load_tokenizer(config), family)
+        self.undrawable = families.undrawable_ids(load_tokenizer(config), family)
         """Tokens that no policy draws, and that have no probability."""
-        reader = _reader(folder, family.model_type, image_folder(config).folder, config.data.max_image_pixels)
+        reader = _reader(folder, family.model_type, rows.image_folder(config).folder, config.data.max_image_pixels)
         self._cache = reader.cache
         self._family, self._device = family, device
         self.blank = self._blank_inputs(reader, settings.patch_size * settings.merge_size)
@@ -163,7 +195,7 @@ def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:
             parameter.requires_grad_(False)
 
 
-def _check_grid(actual: Grid, expected: Grid, digest: str) -> None:
+def _check_grid(actual: families.Grid, expected: families.Grid, digest: str) -> None:
     if tuple(actual) != tuple(expected):
         raise ModelError(
             f"image {digest[:12]} is divided into {actual} by its processor, and its prompt has tokens for {expected}"

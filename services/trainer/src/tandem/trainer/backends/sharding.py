@@ -22,11 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tandem.common.errors import ConfigError
 from tandem.config.schema import ModelConfig
-from tandem.trainer.backend import ModelReplicas
-from tandem.trainer.backends import tensor_plans
-from tandem.trainer.backends.holding import sum_over
-from tandem.trainer.backends.tensor_plans import PlainStyle
-from tandem.trainer.models import decoder_layers
+from tandem.trainer import backend, backends, models
+from tandem.trainer.backends import holding, tensor_plans
 
 
 class RankMesh:
@@ -71,14 +68,14 @@ class RankMesh:
         return self.data.size() * self.context.size()
 
     @cached_property
-    def replicas(self) -> ModelReplicas:
+    def replicas(self) -> backend.ModelReplicas:
         """The division of a batch among the ranks."""
-        return ModelReplicas(
+        return backend.ModelReplicas(
             sizes=(self.data.size(), self.context.size(), self.tensor.size()),
             rank=self.data.get_local_rank(),
             size=self.data.size(),
             sequence_divisor=self.sequence_divisor,
-            sum=partial(sum_over, self.data.get_group(), self.device),
+            sum=partial(holding.sum_over, self.data.get_group(), self.device),
         )
 
     @property
@@ -107,7 +104,7 @@ class RankMesh:
             splits_sequences = settings.dtensor_cfg.sequence_parallel and self.tensor.size() > 1
             of_experts = SharedExperts(model, self._of_experts, splits_sequences=splits_sequences)
         if self.tensor.size() > 1:
-            tensor_plans.cut(
+            backends.tensor_plans.cut(
                 model,
                 self._shards["tensor"],
                 sequence_parallel=settings.dtensor_cfg.sequence_parallel,
@@ -128,7 +125,7 @@ class RankMesh:
             of_experts.shard(
                 self._over, self.num_shards, policy, offload_policy=offload, reshard_after_forward=gather_again
             )
-        for part in (*decoder_layers(model), model):
+        for part in (*models.decoder_layers(model), model):
             # The rest is needed by the output layer, so by the end of one pass and the start of the next.
             reshards = gather_again and part is not model
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
@@ -193,7 +190,7 @@ def share_out(model: torch.nn.Module, mesh: DeviceMesh, *, splits_sequences: boo
     for module in expert_modules:
         if module.num_experts % size:
             raise ConfigError(f"{_KEY}: {size} does not divide {module.num_experts} experts")
-        PlainStyle((Shard(0), Shard(0)), of_tensor)._apply(module, mesh)
+        tensor_plans.PlainStyle((Shard(0), Shard(0)), of_tensor)._apply(module, mesh)
         module.num_experts //= size
         module.forward = functools.partial(_dispatch, module.forward, module.num_experts, group)
     return expert_modules

@@ -16,14 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, parallel
 
 from tandem.common.errors import ConfigError, nearest
 from tandem.config.installed.model_fields import is_cut_like_llama
@@ -31,7 +24,7 @@ from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.models import scalar_head
 
-Plan = Mapping[str, ParallelStyle]
+Plan = Mapping[str, parallel.ParallelStyle]
 """A style for each module, by its path; ``*`` stands for any part between two dots."""
 
 # It warns of each tensor that takes two steps to be gathered over a mesh of two dimensions: checkpoints do that.
@@ -49,7 +42,7 @@ _FEED_FORWARDS = ("mlp", "shared_experts")
 _CUSTOM = "policy.dtensor_cfg.custom_parallel_plan"
 
 
-class PlainStyle(ParallelStyle):
+class PlainStyle(parallel.ParallelStyle):
     """Keeps a module's own parameters whole, or split, and runs it on plain tensors."""
 
     def __init__(self, *placements: tuple[Placement, Placement]) -> None:
@@ -86,7 +79,7 @@ class PlainStyle(ParallelStyle):
                 del vars(module)[name]
 
 
-class VocabularyRows(ParallelStyle):
+class VocabularyRows(parallel.ParallelStyle):
     """Splits the output layer by rows, and gives it the hidden states whole and plain.
 
     Code that computes with its weight knows that it is a part, and returns the whole gradient of the hidden states.
@@ -105,13 +98,13 @@ class VocabularyRows(ParallelStyle):
         return module
 
 
-class AdapterStyle(ParallelStyle):
+class AdapterStyle(parallel.ParallelStyle):
     """Applies a style to a layer and, if it has an adapter, matching styles to the adapter's two matrices.
 
     The side of the adapter that the layer's ranks have whole is whole. The other is split like the layer.
     """
 
-    def __init__(self, style: ParallelStyle) -> None:
+    def __init__(self, style: parallel.ParallelStyle) -> None:
         """Take the style of the layer."""
         super().__init__()
         self._style = style
@@ -124,14 +117,16 @@ class AdapterStyle(ParallelStyle):
         if matrices is None:
             return self._apply_style(style, module, device_mesh)
         self._apply_style(style, module.get_submodule("base_layer"), device_mesh)
-        if isinstance(style, ColwiseParallel):
+        if isinstance(style, parallel.ColwiseParallel):
             _gather_inputs(matrices[0], device_mesh, style.input_layouts[0])
-            styles: tuple[ParallelStyle, ParallelStyle] = (
+            styles: tuple[parallel.ParallelStyle, parallel.ParallelStyle] = (
                 PlainStyle.make_whole(sums=False),
-                ColwiseParallel(output_layouts=style.output_layouts[0]),
+                parallel.ColwiseParallel(output_layouts=style.output_layouts[0]),
             )
-        elif isinstance(style, RowwiseParallel):
-            first = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
+        elif isinstance(style, parallel.RowwiseParallel):
+            first = parallel.RowwiseParallel(
+                input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0]
+            )
             styles = first, PlainStyle.make_whole(sums=not style.output_layouts[0].is_replicate())
         elif isinstance(style, PlainStyle):
             styles = style, style
@@ -145,14 +140,16 @@ class AdapterStyle(ParallelStyle):
                 dropout.is_share = is_share
         return module
 
-    def _apply_style(self, style: ParallelStyle, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _apply_style(
+        self, style: parallel.ParallelStyle, module: torch.nn.Module, device_mesh: DeviceMesh
+    ) -> torch.nn.Module:
         style.src_data_rank = self.src_data_rank
         return style._apply(module, device_mesh)
 
 
-def _shares(style: ParallelStyle) -> tuple[bool, bool]:
+def _shares(style: parallel.ParallelStyle) -> tuple[bool, bool]:
     """Tell whether the input, and the output, of a layer of this style differ between ranks."""
-    if isinstance(style, ColwiseParallel | RowwiseParallel):
+    if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
         arrives, leaves = style.input_layouts[0], style.output_layouts[0]
         return not arrives.is_replicate(), not leaves.is_replicate()
     return False, False
@@ -181,7 +178,7 @@ def cut(
     inside = {path: style for path, style in plan.items() if not _matches(head_name, path)}
     if adapts:
         inside = {path: AdapterStyle(style) for path, style in inside.items()}
-    parallelize_module(model, mesh, inside, src_data_rank=None)
+    parallel.parallelize_module(model, mesh, inside, src_data_rank=None)
     if (family := VISION.get(model.config.model_type)) is not None and sequence_parallel:
         _split_embeddings(model.get_submodule(family.language_prefix.removesuffix(".")), mesh)
     if is_tied:
@@ -228,26 +225,28 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
         if heads % size:
             raise ConfigError(f"{key}: {size} does not divide {heads} heads of attention")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    styles: dict[str, Callable[[], ParallelStyle]] = {
+    styles: dict[str, Callable[[], parallel.ParallelStyle]] = {
         # Features of images replace embeddings, and what comes of it is split afterwards.
-        "embed_tokens": lambda: RowwiseParallel(
+        "embed_tokens": lambda: parallel.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=between if family is None else Replicate()
         ),
-        "self_attn": lambda: PrepareModuleInput(
+        "self_attn": lambda: parallel.PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         ),
     }
-    styles |= dict.fromkeys(("lm_head", "score"), lambda: ColwiseParallel(input_layouts=between))
-    styles |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
-    styles |= dict.fromkeys(("o_proj", "down_proj"), lambda: RowwiseParallel(output_layouts=between))
+    styles |= dict.fromkeys(("lm_head", "score"), lambda: parallel.ColwiseParallel(input_layouts=between))
+    styles |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), parallel.ColwiseParallel)
+    styles |= dict.fromkeys(("o_proj", "down_proj"), lambda: parallel.RowwiseParallel(output_layouts=between))
     if fuses_heads:
-        styles |= dict.fromkeys(("qkv_proj", "gate_up_proj"), lambda: ColwiseParallel(output_layouts=Replicate()))
         styles |= dict.fromkeys(
-            ("o_proj", "down_proj"), lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+            ("qkv_proj", "gate_up_proj"), lambda: parallel.ColwiseParallel(output_layouts=Replicate())
+        )
+        styles |= dict.fromkeys(
+            ("o_proj", "down_proj"), lambda: parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         )
     if sequence_parallel:
         styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: PlainStyle.make_whole(sums=True))
-    plan: dict[str, ParallelStyle] = {}
+    plan: dict[str, parallel.ParallelStyle] = {}
     towers = () if family is None else (family.tower_prefix, family.projector_prefix)
     for name, module in model.named_modules():
         is_shared_out = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
@@ -255,7 +254,7 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
             continue
         end = name.rpartition(".")[2]
         if end in _FEED_FORWARDS and any(hasattr(module, part) for part in ("gate_proj", "gate_up_proj")):
-            plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+            plan[name] = parallel.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
         elif end in styles:
             plan[name] = styles[end]()
     return plan
@@ -275,7 +274,9 @@ def load_plan(path: str, model: torch.nn.Module) -> Plan:
         raise ConfigError(f"{_CUSTOM}: {module_name} has no {name!r}{nearest(name, list(vars(module)))}")
     attribute = getattr(module, name)
     plan = attribute() if callable(attribute) else attribute
-    if not (isinstance(plan, dict) and plan and all(isinstance(style, ParallelStyle) for style in plan.values())):
+    if not (
+        isinstance(plan, dict) and plan and all(isinstance(style, parallel.ParallelStyle) for style in plan.values())
+    ):
         raise ConfigError(
             f"{_CUSTOM}: {path!r} is no plan: a dict from paths of modules to styles of "
             "torch.distributed.tensor.parallel, or a function that returns one"
@@ -293,7 +294,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(pattern_parts) and all(map(fnmatch, parts, pattern_parts))
 
 
-def _style_of_rest(model: torch.nn.Module, name: str) -> ParallelStyle:
+def _style_of_rest(model: torch.nn.Module, name: str) -> parallel.ParallelStyle:
     """Return the style of a module with parameters that no plan has split."""
     if name.endswith(".self_attn") and _is_cut_by_rows(model.get_submodule(name), "q_proj"):  # its sinks, one a head
         return PlainStyle((Shard(0), Shard(0)))
@@ -320,7 +321,7 @@ def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
     """
     weight = embedding.weight
     if not isinstance(weight, DTensor):
-        RowwiseParallel(input_layouts=Replicate())._apply(embedding, mesh)
+        parallel.RowwiseParallel(input_layouts=Replicate())._apply(embedding, mesh)
     elif list(weight.placements) != [Shard(0)]:
         raise ConfigError(f"{_CUSTOM}: the embedding is the output layer too, so only RowwiseParallel can cut it")
 

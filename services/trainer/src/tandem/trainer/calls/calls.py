@@ -26,10 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common import messages
+from tandem.common import messages, user_code, wire
 from tandem.common.errors import NotFiniteError, WireError
-from tandem.common.user_code import beyond
-from tandem.common.wire import Arrays
 from tandem.config.schema.columns import TEACHER_TOPK_INDICES, ColumnDeclaration
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import Float32s, SampleBatch
@@ -207,7 +205,7 @@ class RankCalls:
             case unknown:
                 assert_never(unknown)
 
-    def handle(self, command: messages.CallCommand, arrays: Arrays) -> None:
+    def handle(self, command: messages.CallCommand, arrays: wire.Arrays) -> None:
         """Carry out a call and reply."""
         match command:
             case messages.AddGradient():
@@ -223,7 +221,7 @@ class RankCalls:
             case unknown:
                 assert_never(unknown)
 
-    def _add_gradient(self, command: messages.AddGradient, arrays: Arrays) -> None:
+    def _add_gradient(self, command: messages.AddGradient, arrays: wire.Arrays) -> None:
         table, samples = self._read(arrays)
         settings = self._config.policy
         shares_prompts = settings.share_prompts and self._backend.shares_prompts
@@ -244,7 +242,7 @@ class RankCalls:
             self._has_gradient, self._why_dropped = True, ""
         else:
             loss = self._policy.score(micro_batches, loss_of)
-        if wrong := beyond(loss):
+        if wrong := user_code.beyond(loss):
             reason = f"the loss is {wrong}{_DO_THEY_MATCH if command.loss in OF_RATIOS else ''}"
             if command.has_gradient:
                 self._drop_gradient(reason)
@@ -339,7 +337,7 @@ class RankCalls:
         self._policy.forget_gradient()
         self._loss, self._has_gradient, self._why_dropped = 0.0, False, ""
 
-    def _read(self, arrays: Arrays) -> tuple[SampleBatch, SampleBatch]:
+    def _read(self, arrays: wire.Arrays) -> tuple[SampleBatch, SampleBatch]:
         """Return the table of all sequences, and this rank's own. Raises `WireError`."""
         expected_dtypes = _DTYPES | ({_TARGETS: "int32"} if _TARGETS in arrays else {})
         for name, dtype in expected_dtypes.items():

@@ -11,15 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common.errors import CheckpointError, ModelError, TandemError
-from tandem.config.models import hub
-from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
-from tandem.config.models.lora import CONFIG, TENSORS
+from tandem.config.models import hf_config, hub, lora
 from tandem.refit.adapters import catalogue
 from tandem.samples import manifest
 from tandem.trainer.files import adapter_files, policy_files
 
 _MAX_FILE_BYTES = 5 * 10**9
-_NOT_COPIED = {TENSORS, CONFIG, "README.md"}
+_NOT_COPIED = {lora.TENSORS, lora.CONFIG, "README.md"}
 
 
 def merge(adapters: Path, target: Path, base: str | None) -> None:
@@ -34,8 +32,8 @@ def merge(adapters: Path, target: Path, base: str | None) -> None:
     """
     if target.exists():
         raise ModelError(f"{target} exists: name another folder")
-    if not (adapters / TENSORS).is_file():  # PEFT would look for a pickle
-        raise CheckpointError(f"{adapters} has no {TENSORS}")
+    if not (adapters / lora.TENSORS).is_file():  # PEFT would look for a pickle
+        raise CheckpointError(f"{adapters} has no {lora.TENSORS}")
     written = manifest.of_model(adapters)
     if written is not None:
         manifest.check_files(written[0], written[1].files)
@@ -53,8 +51,10 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT imports names that transformers will drop
-            described, renamed = describe_text_part(load_config(str(source), None), catalogue.read_headers(source))
-            model = find_model_class(described).from_pretrained(
+            described, renamed = hf_config.describe_text_part(
+                hf_config.load_config(str(source), None), catalogue.read_headers(source)
+            )
+            model = hf_config.find_model_class(described).from_pretrained(
                 source,
                 config=described,
                 key_mapping=renamed or None,

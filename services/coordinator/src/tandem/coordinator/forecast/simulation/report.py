@@ -13,6 +13,7 @@ from rich.table import Table
 from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.config import Config
 from tandem.coordinator.forecast.sides import generation, training, words
+from tandem.coordinator.forecast.simulation import simulate
 from tandem.coordinator.forecast.simulation.gpus import GPU_KINDS, find_rates
 from tandem.coordinator.forecast.simulation.lengths import (
     RUNAWAYS,
@@ -20,14 +21,6 @@ from tandem.coordinator.forecast.simulation.lengths import (
     LengthSource,
     fit_lengths,
     read_lengths,
-)
-from tandem.coordinator.forecast.simulation.simulate import (
-    SimulatedRun,
-    SimulationOptions,
-    StepModel,
-    check,
-    simulate_model,
-    usual_longest,
 )
 from tandem.coordinator.forecast.simulation.splits import LoadConfig, SplitSearch, search_splits
 
@@ -61,7 +54,7 @@ class SimulatedVariant(msgspec.Struct, frozen=True):
     """The configuration with one thing changed."""
 
     name: str
-    run: SimulatedRun
+    run: simulate.SimulatedRun
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +63,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     trainers: str
     engines: str
-    run: SimulatedRun
+    run: simulate.SimulatedRun
     variants: tuple[SimulatedVariant, ...]
     """Responses all alike, and other ages where trainers and engines have GPUs of their own."""
     seconds_per_loss: float | None
@@ -87,17 +80,17 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_simulation(config: Config, load: LoadConfig, arguments: SimulationArguments) -> SimulationReport:
     """Simulate a configuration, its variants, and splits of a budget. Raise `ConfigError` if it cannot be simulated."""
-    check(config)
+    simulate.check(config)
     if arguments.gpu is not None and arguments.gpu not in GPU_KINDS:
         raise ConfigError(f"--gpu: {arguments.gpu!r} is not one of {', '.join(GPU_KINDS)}")
-    options = SimulationOptions(
+    options = simulate.SimulationOptions(
         gpu=find_rates(arguments.gpu, arguments.doctor, config.cluster.links),
         lengths=_find_lengths(config, arguments),
         num_steps=arguments.steps or _STEPS,
         seed=arguments.seed or 0,
     )
-    model = StepModel(config, options)
-    run = simulate_model(model)
+    model = simulate.StepModel(config, options)
+    run = simulate.simulate_model(model)
     per_hour = 1.0 if arguments.losses_per_hour is None else arguments.losses_per_hour
     seconds = _measure_loss(model, run) if per_hour else None
     search = None if arguments.gpus is None else search_splits(config, load, arguments.gpus, options)
@@ -142,7 +135,7 @@ def _find_lengths(config: Config, arguments: SimulationArguments) -> LengthSourc
                 )
             return recorded
     prompt = _PROMPT if arguments.prompt_length is None else arguments.prompt_length
-    longest = usual_longest(config, prompt)
+    longest = simulate.usual_longest(config, prompt)
     if config.policy.max_total_sequence_length <= prompt:
         raise ConfigError(
             f"--prompt-length: {prompt} tokens leave no room within policy.max_total_sequence_length "
@@ -153,12 +146,12 @@ def _find_lengths(config: Config, arguments: SimulationArguments) -> LengthSourc
     return fit_lengths(mean, longest, prompt, spread=spread, runaways=RUNAWAYS if spread else 0.0)
 
 
-def _vary(model: StepModel, load: LoadConfig) -> list[SimulatedVariant]:
+def _vary(model: simulate.StepModel, load: LoadConfig) -> list[SimulatedVariant]:
     """Simulate the configuration with one thing changed at a time."""
     config = model.config
     options = msgspec.structs.replace(model.options, num_steps=min(model.options.num_steps, _STEPS))
     even = msgspec.structs.replace(options, lengths=options.lengths.even)
-    variants = [SimulatedVariant("responses all alike", simulate_model(model.replace(even)))]
+    variants = [SimulatedVariant("responses all alike", simulate.simulate_model(model.replace(even)))]
     if config.is_colocated:
         return variants
     key = config.asynchronous_key
@@ -169,14 +162,14 @@ def _vary(model: StepModel, load: LoadConfig) -> list[SimulatedVariant]:
         if age:
             settings += [f"{key}.max_trajectory_age_steps={age}", f"{key}.in_flight_weight_updates=true"]
         try:
-            aged = StepModel(load(settings), options, model.work)
+            aged = simulate.StepModel(load(settings), options, model.work)
         except ConfigError:  # settings that only go with the configured age
             continue
-        variants.append(SimulatedVariant(f"age {age}", simulate_model(aged)))
+        variants.append(SimulatedVariant(f"age {age}", simulate.simulate_model(aged)))
     return variants
 
 
-def _measure_loss(model: StepModel, run: SimulatedRun) -> float | None:
+def _measure_loss(model: simulate.StepModel, run: simulate.SimulatedRun) -> float | None:
     """Return the seconds that a lost engine costs, from a run that loses several."""
     if model.config.cluster.rollouts < 2:
         return None
@@ -185,7 +178,7 @@ def _measure_loss(model: StepModel, run: SimulatedRun) -> float | None:
     rate = 3600 / (_STEPS_PER_LOSS * run.step_s)
     losing = msgspec.structs.replace(options, num_steps=num_steps, losses_per_hour=rate)
     calm = msgspec.structs.replace(options, num_steps=num_steps)
-    with_losses, without = simulate_model(model.replace(losing)), simulate_model(model.replace(calm))
+    with_losses, without = simulate.simulate_model(model.replace(losing)), simulate.simulate_model(model.replace(calm))
     if not with_losses.num_losses:
         return None
     lost_s = (with_losses.step_s - without.step_s) * with_losses.num_steps
@@ -234,7 +227,7 @@ _COLUMNS = (
 )
 
 
-def _table(rows: Sequence[tuple[str, SimulatedRun]]) -> Table:
+def _table(rows: Sequence[tuple[str, simulate.SimulatedRun]]) -> Table:
     table = _make_table("seconds", *_COLUMNS, "tokens by age 0, 1, ...")
     for name, run in rows:
         table.add_row(name, *_cells(run), " ".join(f"{share:.0%}" for share in run.share_by_age))
@@ -253,7 +246,7 @@ def _make_table(first: str, *columns: str) -> Table:
     return table
 
 
-def _cells(run: SimulatedRun) -> tuple[str, ...]:
+def _cells(run: simulate.SimulatedRun) -> tuple[str, ...]:
     seconds = (run.step_s, run.generation_s, run.logprobs_s, run.training_s, run.refit_s, run.idle_s)
     shares = (run.engines_idle, run.trainers_idle)
     return (*map(_number, seconds), _number(run.tokens_per_s_per_gpu), *(f"{share:.0%}" for share in shares))

@@ -16,15 +16,7 @@ from tandem.common.errors import ConfigError, RefitError
 from tandem.config import Config
 from tandem.coordinator.forecast.memory import describe_beside_models, memory_of
 from tandem.coordinator.forecast.sides import model_shape, sides, words
-from tandem.coordinator.forecast.simulation.roofline import ModelWork
-from tandem.coordinator.forecast.simulation.simulate import (
-    SimulatedRun,
-    SimulationOptions,
-    StepModel,
-    describe_model,
-    simulate_model,
-)
-from tandem.coordinator.forecast.simulation.virtual_time import measure_generation
+from tandem.coordinator.forecast.simulation import roofline, simulate, virtual_time
 
 _EIGHTHS = 8
 _SCALES = (1, 0.5, 2)
@@ -47,7 +39,7 @@ class GpuSplit(msgspec.Struct, frozen=True, kw_only=True):
     engines: str
     settings: tuple[str, ...]
     """Settings that lead to it."""
-    run: SimulatedRun
+    run: simulate.SimulatedRun
     memory_gb: float | None = None
     """GB of the trainer that needs most, at its peak; None if it was not computed."""
     fits: bool = True
@@ -74,14 +66,14 @@ class SplitSearch(msgspec.Struct, frozen=True, kw_only=True):
 class _Candidates:
     """Models of configurations, of which some are refused."""
 
-    def __init__(self, load: LoadConfig, options: SimulationOptions, work: ModelWork) -> None:
+    def __init__(self, load: LoadConfig, options: simulate.SimulationOptions, work: roofline.ModelWork) -> None:
         self._load, self._options, self._work = load, options, work
         self.num_refused, self.refusal = 0, ""
 
-    def describe(self, settings: Sequence[str]) -> StepModel | None:
+    def describe(self, settings: Sequence[str]) -> simulate.StepModel | None:
         """Return the model of a configuration; None if it is refused."""
         try:
-            model = StepModel(self._load(settings), self._options, self._work)
+            model = simulate.StepModel(self._load(settings), self._options, self._work)
             model.check_memory()
         except (ConfigError, RefitError) as error:
             self.refuse(str(error))
@@ -94,13 +86,13 @@ class _Candidates:
         self.refusal = reason
 
 
-Candidate = tuple[list[str], StepModel]
+Candidate = tuple[list[str], simulate.StepModel]
 """The settings of a split, and its model."""
 
 
-def search_splits(config: Config, load: LoadConfig, budget: int, options: SimulationOptions) -> SplitSearch:
+def search_splits(config: Config, load: LoadConfig, budget: int, options: simulate.SimulationOptions) -> SplitSearch:
     """Simulate splits of `budget` GPUs. Raise `ConfigError` if none can be."""
-    candidates = _Candidates(load, options, describe_model(config))
+    candidates = _Candidates(load, options, simulate.describe_model(config))
     slower: dict[tuple[bool, int], list[Candidate]] = {}
     splits: list[GpuSplit] = []
     for division in _divide(config, budget):
@@ -138,7 +130,7 @@ def _simulate(candidate: Candidate, *, shared: bool) -> GpuSplit:
         trainers=words(model.config, model.trainers),
         engines=words(model.config, model.engines),
         settings=tuple(settings),
-        run=simulate_model(model),
+        run=simulate.simulate_model(model),
     )
 
 
@@ -211,20 +203,20 @@ def _place(config: Config, budget: int, num_trainers: int, num_engine_gpus: int,
         yield f"policy.generation.colocated.resources.gpus_per_node={num_engine_gpus}"
 
 
-def _measure_training(model: StepModel) -> float:
+def _measure_training(model: simulate.StepModel) -> float:
     """Return the seconds of trainers for a step."""
     seconds = model.trainer.step([group.prompt + n for group in model.draw_step() for n in group.responses])
     return seconds.logprobs_s + seconds.training_s
 
 
-def _measure_engine(model: StepModel) -> float:
+def _measure_engine(model: simulate.StepModel) -> float:
     """Return the seconds that an engine alone takes for its share of a step."""
     groups = model.draw_step()
     share = -(-len(groups) // model.config.cluster.rollouts)
-    return measure_generation(model.engine, model.num_places, groups[:share])
+    return virtual_time.measure_generation(model.engine, model.num_places, groups[:share])
 
 
-def _check_memory(split: GpuSplit, load: LoadConfig, options: SimulationOptions) -> GpuSplit:
+def _check_memory(split: GpuSplit, load: LoadConfig, options: simulate.SimulationOptions) -> GpuSplit:
     """Compute the memory of the trainer that needs most."""
     config = load(split.settings)
     shape = model_shape(config)

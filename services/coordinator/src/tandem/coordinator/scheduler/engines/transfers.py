@@ -74,7 +74,6 @@ class TransferPlanner:
         command = messages.BuildEngine(
             samples_folder=self._spec.samples_folder,
             reward_server=self._spec.reward_server,
-            images_at=self._spec.images_at,
             **self._requests.open(engine, RunPhase.BUILDING, self._build_s),
         )
         return DispatchCommand(process=engine, command=command)

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
-from tandem.coordinator.scheduler import events
+from tandem.coordinator.scheduler import events, phases, rules
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup, StepGroups
-from tandem.coordinator.scheduler.phases import GENERATION, RunPhase
-from tandem.coordinator.scheduler.rules import regeneration
 from tandem.coordinator.scheduler.spec import DynamicSampling
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
@@ -26,7 +24,7 @@ def lacks_groups(tables: SchedulerTables, of_step: StepGroups, dynamic: DynamicS
     if of_step.num_batches == dynamic.max_batches:
         raise SamplingExhausted(
             "coordinator",
-            RunPhase.GENERATING.value,
+            phases.RunPhase.GENERATING.value,
             f"the samples of {dynamic.max_batches} x {dynamic.num_groups} prompts have given {num_found} groups whose "
             f"rewards differ, and a step needs {needed}: the problems are too easy or too hard, or "
             "grpo.dynamic_sampling_max_gen_batches too low",
@@ -77,7 +75,7 @@ def assign(tables: SchedulerTables) -> list[events.Action] | None:
     actions = _say_who_is_full(tables, full) if full or tables.full else []
     if not chosen_groups:
         return actions or None
-    dropped = regeneration.drop_restored(tables, chosen_groups) if tables.restored.groups else []
+    dropped = rules.regeneration.drop_restored(tables, chosen_groups) if tables.restored.groups else []
     for engine, groups in chosen_groups.items():
         while groups:
             first = groups[0]
@@ -112,7 +110,7 @@ def take_results(tables: SchedulerTables, process: str, finished: SamplesFinishe
         and group.purpose == "train"
         and group.oldest_version < tables.oldest_version(group.step)
     ]
-    return regeneration.drop_too_old(tables, old) if old else []
+    return rules.regeneration.drop_too_old(tables, old) if old else []
 
 
 # --- the groups of a step --------------------------------------------------------------------------------------------
@@ -151,7 +149,7 @@ def _dispatch_or_restore(tables: SchedulerTables, engine: str, groups: Sequence[
     generated = [group for group in groups if not tables.restored.has(group)]
     actions = [_dispatch_prompts(tables, engine, generated)] if generated else []
     if restored:
-        fields = tables.open(engine, RunPhase.GENERATING)
+        fields = tables.open(engine, phases.RunPhase.GENERATING)
         command = RestoreSamples(
             step=restored[0].step,
             files=tables.restored.files(restored, fields["command_id"]),
@@ -168,8 +166,10 @@ def _dispatch_prompts(tables: SchedulerTables, engine: str, groups: Sequence[Sam
     step, purpose = groups[0].step, groups[0].purpose
     # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
     num_ahead = step - tables.step if purpose == "train" else tables.spec.max_trajectory_age_steps
-    fields = tables.open(engine, RunPhase.GENERATING if purpose == "train" else RunPhase.VALIDATING, 1 + num_ahead)
-    oldest = next(tables.requests.of(engine, *GENERATION))
+    fields = tables.open(
+        engine, phases.RunPhase.GENERATING if purpose == "train" else phases.RunPhase.VALIDATING, 1 + num_ahead
+    )
+    oldest = next(tables.requests.of(engine, *phases.GENERATION))
     tables.groups.assign(groups, engine, fields["command_id"])
     return events.DispatchPrompts(
         process=engine,

@@ -123,7 +123,6 @@ def build_trainers(tables: SchedulerTables, opened: RendezvousOpened) -> list[Ac
                 version=tables.step,
                 checkpoint=tables.spec.resume_from,
                 samples_folder=tables.spec.samples_folder,
-                images_at=tables.spec.images_at,
                 **tables.open(rank, RunPhase.BUILDING),
             ),
         )

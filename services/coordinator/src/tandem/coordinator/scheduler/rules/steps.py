@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch, StepValidated
 from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.rules import generation, missing_samples
+from tandem.coordinator.scheduler.rules import generation, losing
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
@@ -82,11 +82,11 @@ def offer(tables: SchedulerTables) -> list[Action] | None:
     if tables.requests.num_for(RunPhase.TRAINING):
         return None
     if progress.missing:
-        return missing_samples.make_again(tables)
+        return losing.make_again(tables)
     if not tables.weights.may_offer:  # which goes on beside the step
         return None
     if tables.unusable:
-        missing_samples.forget_unusable(tables)
+        losing.forget_unusable(tables)
     progress.state = StepState.TRAINED
     of_step = tables.groups.of_step(progress.number, "train")
     if of_step is not None:

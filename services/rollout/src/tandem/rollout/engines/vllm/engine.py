@@ -13,12 +13,8 @@ from tandem.common.errors import DataError, ModelError, TandemError
 from tandem.config.installed.vllm_arguments import SPECULATION, select_forwarded
 from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, PromptScores, SequenceRequest
-from tandem.rollout.engines.refitted import RefittedEngine
-from tandem.rollout.engines.served import ServedSampling
-from tandem.rollout.engines.stopping import StopStrings
-from tandem.rollout.engines.vllm import float8, insides
-from tandem.rollout.engines.vllm.speculation import engine_argument
-from tandem.rollout.engines.vllm.token_columns import ASKED, KEPT
+from tandem.rollout.engines import refitted, served, stopping
+from tandem.rollout.engines.vllm import float8, insides, speculation, token_columns
 from tandem.rollout.engines.vllm.workers import EngineWorkers, NoRefits, WorkersMeter
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat, SamplingMasks
@@ -40,7 +36,7 @@ class RunningSequence(msgspec.Struct):
 
     request: SequenceRequest
     arrival: int
-    stop_strings: StopStrings | None
+    stop_strings: stopping.StopStrings | None
     token_ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
@@ -80,7 +76,7 @@ class RunningSequence(msgspec.Struct):
         )
 
 
-class VllmEngine(RefittedEngine):
+class VllmEngine(refitted.RefittedEngine):
     """Continuous batching, paged attention and prefix caching by vLLM; follows `tandem.rollout.engine.Engine`.
 
     It starts with meaningless weights and holds none until `install` and `apply`. After `apply`, running sequences keep
@@ -127,9 +123,9 @@ class VllmEngine(RefittedEngine):
         self._experts, self._mask_format = experts, mask_format
         worker_config: dict[str, Any] = {}
         if experts is not None:
-            worker_config[ASKED] = [experts.num_layers, experts.top_k]
+            worker_config[token_columns.ASKED] = [experts.num_layers, experts.top_k]
         if mask_format is not None:
-            worker_config[KEPT] = mask_format.vocabulary
+            worker_config[token_columns.KEPT] = mask_format.vocabulary
         if worker_config:
             arguments["additional_config"] = {**arguments.get("additional_config", {}), **worker_config}
         self._llm = insides.InProcessLlm(arguments)
@@ -156,7 +152,7 @@ class VllmEngine(RefittedEngine):
     def add_request(self, request: SequenceRequest) -> None:
         """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
         self._require_room(request)
-        if isinstance(request.sampling, ServedSampling):
+        if isinstance(request.sampling, served.ServedSampling):
             self._require_held(request)
         stop_strings = self._stop_strings(request) if request.sampling.stop_strings else None
         params = self._params(request)
@@ -279,7 +275,7 @@ class VllmEngine(RefittedEngine):
             output_kind=RequestOutputKind.DELTA,
         )
         insides.forbid(params, sampling.bad_token_ids)
-        if isinstance(sampling, ServedSampling):
+        if isinstance(sampling, served.ServedSampling):
             if sampling.grammar is not None:
                 raise DataError("response_format: vLLM has no tokenizer here, so it cannot follow a grammar")
             params.logprobs = sampling.num_alternatives
@@ -379,7 +375,7 @@ def _read_prompt_scores(
 
 def _likeliest(logprobs: Mapping[int, Any], request: SequenceRequest) -> Alternatives:
     """Return the alternatives at a position, the drawn token among them."""
-    assert isinstance(request.sampling, ServedSampling), "no other asks for them"
+    assert isinstance(request.sampling, served.ServedSampling), "no other asks for them"
     ranked = sorted((each.rank, token, each.logprob) for token, each in logprobs.items())
     num_alternatives = request.sampling.num_alternatives
     return [(token, logprob) for rank, token, logprob in ranked if rank <= num_alternatives and logprob > -np.inf]
@@ -389,7 +385,7 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
     """Return the arguments of vLLM's engine. Raises `ConfigError` for an argument in `extra` that it does not take."""
     further = select_forwarded(extra)
     if further.get(SPECULATION) is not None:
-        further[SPECULATION] = engine_argument(further[SPECULATION], settings)
+        further[SPECULATION] = speculation.engine_argument(further[SPECULATION], settings)
     overrides, dtype = insides.architectures(model_folder), settings.precision
     if settings.precision == float8.PRECISION:
         overrides["quantization_config"] = float8.quantization_config(insides.read_config(model_folder))

@@ -17,19 +17,15 @@ from tandem.common.errors import ModelError
 from tandem.common.memory import MemoryMeter
 from tandem.config.models.families import VLLM, VLLM_SEEING
 from tandem.refit import layout, program
-from tandem.refit.adapters.catalogue import make_shape
-from tandem.refit.adapters.deployment import locate
-from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.adapters import catalogue, deployment, vllm
 from tandem.refit.digests.comparison import encode_digests
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.digests.task import DigestTask, VersionDigest
 from tandem.refit.layout import Layout, PrivateMemory, Storage
 from tandem.refit.weights import Weights, device_name, host_name
-from tandem.rollout.engines.vllm import float8
-from tandem.rollout.engines.vllm.insides import SEES
+from tandem.rollout.engines.vllm import float8, insides, token_columns
 from tandem.rollout.engines.vllm.learned import LearnedParameters, ParameterViews
 from tandem.rollout.engines.vllm.packed import PackedModule
-from tandem.rollout.engines.vllm.token_columns import ASKED, KEPT, ExpertRoutes, MaskRecord
 
 if TYPE_CHECKING:
     from tandem.refit.transfer import TransferGroup
@@ -45,7 +41,7 @@ def weights_of(
     config: Mapping[str, Any],
     parameters: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
-    sizes: Vllm,
+    sizes: vllm.Vllm,
     rank: int,
     block: tuple[int, int] | None = None,
 ) -> Weights:
@@ -69,10 +65,10 @@ def weights_of(
         raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(known_types)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
-    model = make_shape(config, name_of_dtype)
+    model = catalogue.make_shape(config, name_of_dtype)
     layout = sizes.layout(model if block is None else model.quantised(block), rank, host_name(), device)
     storages = {name: Storage(name, parameter.nbytes, PrivateMemory()) for name, parameter in parameters.items()}
-    located = locate(layout, storages)
+    located = deployment.locate(layout, storages)
     names = [storage.name for storage in located.storages]
     unwritten = sorted(parameters.keys() - set(names))
     if unwritten:
@@ -132,12 +128,12 @@ class WorkerPart:
             learned.note_derived(runner.get_model(), *(each.layer for each in self._packed))
         self._absorbing = [module for module in runner.get_model().modules() if hasattr(module, _ABSORBED[0])]
         self._weights: Weights | None = None
-        sizes = runner.vllm_config.additional_config.get(ASKED)
-        self.routes = None if sizes is None else ExpertRoutes(runner, *sizes)
+        sizes = runner.vllm_config.additional_config.get(token_columns.ASKED)
+        self.routes = None if sizes is None else token_columns.ExpertRoutes(runner, *sizes)
         """Expert routing; None unless it was asked for."""
-        vocabulary = runner.vllm_config.additional_config.get(KEPT)
-        self._mask_record = None if vocabulary is None else MaskRecord(runner, vocabulary)
-        undrawable = runner.vllm_config.additional_config.get(SEES)
+        vocabulary = runner.vllm_config.additional_config.get(token_columns.KEPT)
+        self._mask_record = None if vocabulary is None else token_columns.MaskRecord(runner, vocabulary)
+        undrawable = runner.vllm_config.additional_config.get(insides.SEES)
         if undrawable is not None:
             from tandem.rollout.engines.vllm.pictures import forbid
 
@@ -170,7 +166,7 @@ class WorkerPart:
             self._weights = self._describe_learned()
             return layout.encode(self._weights.layout)
         config = self._runner.vllm_config
-        sizes = Vllm(
+        sizes = vllm.Vllm(
             tp=config.parallel_config.tensor_parallel_size,
             pp=config.parallel_config.pipeline_parallel_size,
             expert_parallel=config.parallel_config.enable_expert_parallel,

@@ -13,11 +13,12 @@ import functools
 import glob
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
@@ -26,13 +27,9 @@ from tandem.common import signals
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.config.models.families import VLLM, VLLM_SEEING
-from tandem.rollout.engines.vllm import float8
-from tandem.rollout.engines.vllm.drawing import draw_at_once
-from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
+from tandem.rollout.engines.vllm import float8, insides, part, speculation
 from tandem.rollout.engines.vllm.learned import LearnedParameters, learn_layout
 from tandem.rollout.engines.vllm.packed import keep_parameters
-from tandem.rollout.engines.vllm.part import WorkerPart
-from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
 
 
 @functools.cache
@@ -123,7 +120,7 @@ if current_platform.is_cpu():
     from vllm.v1.worker import cpu_worker
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
-    spare_llvmlite()
+    speculation.spare_llvmlite()
 else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
@@ -138,7 +135,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
             die_with(parent.pid)  # vLLM's own way waits for a step to end, which it may never do
             signals.leave_to_coordinator()  # or to the engine, which ends its workers by closing a pipe
         super().__init__(*args, **kwargs)
-        if SEES in self.vllm_config.additional_config:
+        if insides.SEES in self.vllm_config.additional_config:
             from tandem.rollout.engines.vllm.pictures import serve
 
             serve(self.model_config.hf_config.model_type)
@@ -154,7 +151,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM's worker does, with parameters that refits can write."""
         if not current_platform.is_cpu():
-            with draft_with_weights(self.vllm_config), self._learn() as learned:
+            with speculation.draft_with_weights(self.vllm_config), self._learn() as learned:
                 super().load_model(*args, **kwargs)
             draw_at_once(self.model_runner)
             self.part = self._part_kind()(self.model_runner, (), self.rank, next(iter(learned), None), sleeper=self)
@@ -165,10 +162,10 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
         if self.parallel_config.enable_expert_parallel:
             map_experts()
         if self.vllm_config.speculative_config is not None:
-            mend_for_cpus()
+            speculation.mend_for_cpus()
             if self.vllm_config.speculative_config.method == "ngram":
-                start_numba()
-        with keep_parameters() as packed, draft_with_weights(self.vllm_config), self._learn() as learned:
+                speculation.start_numba()
+        with keep_parameters() as packed, speculation.draft_with_weights(self.vllm_config), self._learn() as learned:
             super().load_model(*args, **kwargs)
         runner = self.model_runner
         self.part = self._part_kind()(runner, packed, self.rank, next(iter(learned), None))
@@ -190,9 +187,9 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
         has_table = self.model_config.hf_config.model_type in (*VLLM, *VLLM_SEEING)
         return contextlib.nullcontext(()) if has_table else learn_layout(self.vllm_config, self.rank)
 
-    def _part_kind(self) -> type[WorkerPart]:
-        if ADAPTERS not in self.vllm_config.additional_config:
-            return WorkerPart
+    def _part_kind(self) -> type[part.WorkerPart]:
+        if insides.ADAPTERS not in self.vllm_config.additional_config:
+            return part.WorkerPart
         from tandem.rollout.engines.vllm.adapter_part import AdapterPart
 
         return AdapterPart
@@ -231,3 +228,62 @@ def _forget_names(group: Any) -> None:
     name = getattr(getattr(group.device_communicator, "dist_module", None), "group_name", None)
     for segment in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
         segment.unlink(missing_ok=True)
+
+
+class TokenDraws:
+    """In the place of the sampler's method that filters logits and draws tokens; with the same arguments.
+
+    Each request has a seed, so that its tokens do not depend on what else runs. vLLM then fills the noise of each
+    request by a kernel of its own, at every step. Its kernel for Gumbel noise, which it has for another model runner,
+    takes the seeds of all requests at once. The noise of a token is a hash of the request's seed, of the position, and
+    of the token's number in the vocabulary, so nothing has to be kept between steps.
+
+    On a CPU vLLM takes one number from each request's generator, and computes the noise by one kernel from these.
+
+    Shapes: ``B`` requests of a step, ``V`` tokens of the vocabulary.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner  # its batch is made anew once the size of the cache is known
+        self._device: torch.device = runner.device
+        self._rows = torch.arange(runner.max_num_reqs, device=self._device)
+        self._ones = torch.ones(runner.max_num_reqs, device=self._device)
+
+    def __call__(
+        self,
+        logits_BV: torch.Tensor,
+        generators: Mapping[int, torch.Generator],
+        top_k_B: torch.Tensor | None,
+        top_p_B: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a token of each request, and the log-probabilities that it was drawn from."""
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+        logits_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B)
+        num = logits_BV.shape[0]
+        seeds_B, positions_B = self._seeds(num, generators)
+        token_ids_B = gumbel_sample(
+            logits_BV,
+            expanded_idx_mapping=self._rows[:num],
+            temperature=self._ones,  # by which logits are divided already: it is not zero, so tokens are drawn
+            seed=seeds_B,
+            pos=positions_B,
+            apply_temperature=False,
+            is_drafting=False,
+        )
+        return token_ids_B, logits_BV.log_softmax(dim=-1, dtype=torch.float32)
+
+    def _seeds(self, num: int, generators: Mapping[int, torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the seed and the number of tokens of each request. One without a generator is greedy, or a warm-up."""
+        seeds_positions_2B = np.zeros((2, num), np.int64)
+        for row, generator in generators.items():
+            seeds_positions_2B[0, row] = np.uint64(generator.initial_seed() % 2**64).astype(np.int64)
+        seeds_positions_2B[1] = self._runner.input_batch.num_tokens_no_spec[:num]
+        seeds_B, positions_B = torch.from_numpy(seeds_positions_2B).to(self._device)
+        return seeds_B, positions_B
+
+
+def draw_at_once(runner: Any) -> None:
+    """Have a model runner's sampler draw the tokens of all requests by one kernel."""
+    runner.sampler.topk_topp_sampler.forward = TokenDraws(runner)

@@ -11,13 +11,10 @@ from typing import NamedTuple
 from tandem.common.errors import RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import MemoryUse
-from tandem.refit import layout, program
+from tandem.refit import holder, layout, program, transfer
 from tandem.refit.digests.comparison import Digests, decode_digests
 from tandem.refit.digests.slices import ElementSampling
-from tandem.refit.holder import InstalledPrograms, RunningDigest
 from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram
-from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import GroupStore
 from tandem.rollout.engines.vllm.insides import InProcessLlm
 from tandem.rollout.engines.vllm.landed_slices import check_all_is_held
@@ -78,12 +75,12 @@ class EngineWorkers:
         if any(llm.ask("is_learned")):
             check_all_is_held(self.layouts)
 
-    def install(self, programs: Sequence[TransferProgram]) -> WorkersInstalled:
+    def install(self, programs: Sequence[program.TransferProgram]) -> WorkersInstalled:
         """Bind the program of each worker."""
         counts = self._llm.ask("install", [program.encode(each) for each in programs])
         return WorkersInstalled(sum(copies for copies, _ in counts), sum(num_bytes for _, num_bytes in counts))
 
-    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
+    def connect(self, transfer_group: transfer.TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Have each worker in the transfer group join it."""
         self._llm.ask("connect", transfer_group, meeting, timeout_s, timeout_s=timeout_s + _SAY_SO_S)
 
@@ -119,11 +116,11 @@ class NoRefits:
 
     layouts: tuple[Layout, ...] = ()
 
-    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
+    def install(self, programs: Sequence[program.TransferProgram]) -> holder.InstalledPrograms:
         """Refuse to install programs."""
         raise RefitError(_NO_REFITS)
 
-    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
+    def connect(self, transfer_group: transfer.TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Refuse to connect."""
         raise RefitError(_NO_REFITS)
 
@@ -136,7 +133,7 @@ class NoRefits:
     def distrust(self, engines: Collection[str]) -> None:
         """Do nothing: only trainers send differences."""
 
-    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
+    def digest_task(self, sampling: ElementSampling | None) -> holder.RunningDigest:
         """Refuse to digest."""
         raise RefitError(_NO_REFITS)
 

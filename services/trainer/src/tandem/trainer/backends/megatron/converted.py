@@ -36,20 +36,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.config import Config, schema
 from tandem.config.schema.columns import Model
-from tandem.refit.adapters import catalogue
-from tandem.refit.adapters.catalogue import ModelShape, read_shape
-from tandem.refit.adapters.geometry import SCALAR_HEAD
+from tandem.refit.adapters import catalogue, geometry
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutPiece
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
-from tandem.trainer.backends.megatron.weights import (
-    CheckpointTensors,
-    SafetensorsFolder,
-    TensorsInMemory,
-    require_shape,
-    view_of,
-)
+from tandem.trainer.backends.megatron import weights
 from tandem.trainer.files.box_files import digests_of
 from tandem.trainer.files.checkpoints import FileProof, sync, sync_folder
 from tandem.trainer.models import load_model
@@ -63,7 +55,7 @@ _POLL_S = 0.2
 _ABOUT = "converted.json"
 
 
-def open_tensors(source: str, config: Config, name: Model = "policy") -> CheckpointTensors:
+def open_tensors(source: str, config: Config, name: Model = "policy") -> weights.CheckpointTensors:
     """Return the weights that a model starts from.
 
     They are converted first, if they have not been before or ``megatron_cfg.force_reconvert_from_hf`` is set. A folder
@@ -77,13 +69,13 @@ def open_tensors(source: str, config: Config, name: Model = "policy") -> Checkpo
     return tensors if head == "vocabulary" else WithZeroHead(tensors)
 
 
-def _open(source: str, section: schema.ModelConfig, deadline_s: float) -> ConvertedFolder | TensorsInMemory:
+def _open(source: str, section: schema.ModelConfig, deadline_s: float) -> ConvertedFolder | weights.TensorsInMemory:
     folder = Path(source)
     if section.new_model is not None and not any(folder.glob("*.safetensors")):
         model = load_model(str(folder), section, torch.float32)
-        return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
+        return weights.TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
     order = _order() if section.megatron_cfg.force_reconvert_from_hf else ""
-    shape = read_shape(folder)
+    shape = catalogue.read_shape(folder)
     target = convert_once(source, folder, shape, deadline_s, order)
     try:
         FileProof([(target, _files_of(target))]).conclude()
@@ -140,7 +132,7 @@ def _tell_tensors(file: Any, hasher: Any) -> None:
             hasher.update(file.read(min(_SAMPLE_BYTES, stop - start)))
 
 
-def convert_once(source: str, folder: Path, model: ModelShape, deadline_s: float, order: str = "") -> Path:
+def convert_once(source: str, folder: Path, model: catalogue.ModelShape, deadline_s: float, order: str = "") -> Path:
     """Return the converted checkpoint of a model, and make it first if there is none.
 
     Any number of processes on any nodes may call this at once: one converts, the others wait for it.
@@ -218,7 +210,7 @@ def _lock(path: Path, deadline_s: float) -> Iterator[bool]:
         yield is_held
 
 
-def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
+def _replace(target: Path, folder: Path, model: catalogue.ModelShape, order: str) -> None:
     """Convert into a folder of this process, and put it in the place of the target."""
     process_name = f"{socket.gethostname()}-{os.getpid()}"
     temporary = target.with_name(f"{target.name}.tmp-{process_name}")
@@ -240,9 +232,9 @@ def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _write(into: Path, folder: Path, model: ModelShape) -> dict[Path, dict[str, str]]:
+def _write(into: Path, folder: Path, model: catalogue.ModelShape) -> dict[Path, dict[str, str]]:
     """Write the parameters of one rank to files of a moderate size; return them with their digests."""
-    layout, source = _ONE_RANK.parameters(model, 0), SafetensorsFolder(folder)
+    layout, source = _ONE_RANK.parameters(model, 0), weights.SafetensorsFolder(folder)
     shapes = _shapes(layout)
     digests: dict[Path, dict[str, str]] = {}
     waiting: dict[str, torch.Tensor] = {}
@@ -252,7 +244,7 @@ def _write(into: Path, folder: Path, model: ModelShape) -> dict[Path, dict[str, 
         parameter = torch.zeros(shape, dtype=getattr(torch, tensors[0].dtype))
         for tensor, row in zip(tensors, rows, strict=True):
             piece = layout.piece(row)
-            view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
+            weights.view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
         waiting[name] = parameter
         if sum(tensor.nbytes for tensor in waiting.values()) >= _FILE_BYTES or number == len(shapes) - 1:
             path = into / f"parameters-{len(digests):05d}.safetensors"
@@ -276,12 +268,12 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 class WithZeroHead:
     """The tensors of a checkpoint, with zeros for the missing parts of a head that gives one number."""
 
-    def __init__(self, tensors: ConvertedFolder | TensorsInMemory) -> None:
+    def __init__(self, tensors: ConvertedFolder | weights.TensorsInMemory) -> None:
         self._tensors = tensors
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
         """Return a box of a tensor. Raises `ModelError`."""
-        if name.startswith(f"{SCALAR_HEAD}.") and name not in self._tensors:
+        if name.startswith(f"{geometry.SCALAR_HEAD}.") and name not in self._tensors:
             return torch.zeros(box.shape)
         return self._tensors.read(name, shape, box)
 
@@ -289,7 +281,7 @@ class WithZeroHead:
 class ConvertedFolder:
     """The tensors of a checkpoint, read from their places in a converted one. Raises `ModelError`."""
 
-    def __init__(self, folder: Path, model: ModelShape) -> None:
+    def __init__(self, folder: Path, model: catalogue.ModelShape) -> None:
         self._folder, self._model = folder, model
         self._layout = _ONE_RANK.parameters(model, 0)
         self._pieces: dict[str, list[LayoutPiece]] = {}
@@ -311,7 +303,7 @@ class ConvertedFolder:
         """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
         if name not in self._pieces:
             raise ModelError(f"the converted checkpoint {self._folder} has no {name}")
-        require_shape(name, shape, self._model.tensors[self._model.index[name]].shape)
+        weights.require_shape(name, shape, self._model.tensors[self._model.index[name]].shape)
         values: torch.Tensor | None = None
         for piece in self._pieces[name]:
             common = piece.box.intersect(box)

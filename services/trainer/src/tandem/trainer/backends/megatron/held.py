@@ -2,12 +2,24 @@
 
 The same code builds, fills, trains, saves and resumes each of them, and scores with it. The model's section of the
 configuration has the settings. The algorithm's declaration has the models to train, and the heads on their layers.
+
+Of checkpoints, Megatron-Core's own `dist_checkpointing` is not used, because it does not keep three promises of this
+project:
+
+- Its ``torch_dist`` format keeps a pickled index (``.metadata``), which is unpickled to read a checkpoint.
+- To write an optimizer's state for resharding, every data-parallel rank gathers its replica's whole state. To read it,
+  every rank reads all of it. Another expert-parallel size cannot read it.
+- On resuming with torch's AdamW, all parameters share one counter of steps (`optimizer_state`).
+
+Here both folders use the checkpoint's own coordinates, which the layout knows. Every rank writes the elements it owns
+and reads the elements it needs. TP, PP, virtual stages, EP, ETP, CP, DP, the distributed optimizer and the padding of
+the vocabulary may all change in between. All files are safetensors and JSON.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +30,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from tandem.common.errors import NotFiniteError, OutlierError
+from tandem.common.errors import CheckpointError, ModelError, NotFiniteError, OutlierError
 from tandem.common.numeric import RecentSteps
 from tandem.config import Config
 from tandem.config.models.vision_families import family_of
@@ -29,12 +41,10 @@ from tandem.refit.adapters.megatron import linear_layers
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.holding import OffloadedStorages, exchanged, function_of_scores
-from tandem.trainer.backends.megatron import checkpoints, optimizer_state
+from tandem.trainer.backends.megatron import groups, optimizer_state, pipeline
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
-from tandem.trainer.backends.megatron.groups import RankDivision
 from tandem.trainer.backends.megatron.model import LayerChunk, build_chunks
-from tandem.trainer.backends.megatron.pipeline import ModelPipeline, Scored
 from tandem.trainer.backends.megatron.rows import MegatronRow
 from tandem.trainer.backends.megatron.settings import (
     add_gradient_buffers,
@@ -48,11 +58,11 @@ from tandem.trainer.backends.megatron.weights import (
     AdapterTensorSource,
     CheckpointTensors,
     RankWeights,
+    SafetensorsFolder,
     TensorsInMemory,
 )
 from tandem.trainer.batching.masks import compares_whole
-from tandem.trainer.files import adapter_files
-from tandem.trainer.files.checkpoints import ModelState, OptimizerCounts, agree
+from tandem.trainer.files import adapter_files, box_files, checkpoints
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import build_without_weights
 from tandem.trainer.scores import Scores
@@ -115,7 +125,7 @@ class MegatronHeldModel:
         self,
         described: ModelDescription,
         config: Config,
-        division: RankDivision,
+        division: groups.RankDivision,
         device: torch.device,
         *,
         checkpoint: Path | None,
@@ -155,7 +165,7 @@ class MegatronHeldModel:
             if self.is_trained
             else [chunk.requires_grad_(False).eval() for chunk in chunks]
         )
-        self.pipeline = ModelPipeline(
+        self.pipeline = pipeline.ModelPipeline(
             self.chunks,
             settings.sizes,
             described.shape.as_text.required_geometry.vocabulary_size,
@@ -263,7 +273,7 @@ class MegatronHeldModel:
         self._load_optimizer(folder)
 
     def _load_optimizer(self, folder: Path) -> None:
-        counts = checkpoints.load_optimizer(folder, self.weights, self.optimizer, self.name)
+        counts = load_optimizer(folder, self.weights, self.optimizer, self.name)
         self.num_steps = counts.steps
         self.num_schedule_steps = counts.schedule_steps_of(self._config.num_optimizer_steps_per_pass)
         self.recent = counts.recent_steps
@@ -309,12 +319,12 @@ class MegatronHeldModel:
             for scores_BT in blanks
         ]
 
-    def state(self) -> ModelState:
+    def state(self) -> checkpoints.ModelState:
         """Return a checkpoint's contents: weights in the precision of the parameters, and the optimizer's state."""
         parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
         gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
-        counts = OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
-        return ModelState(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
+        counts = checkpoints.OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
+        return checkpoints.ModelState(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
 
     def offload(self) -> None:
         """Move gradients and the optimizer's state from the GPU to host memory; on a CPU they are already there.
@@ -343,7 +353,7 @@ class MegatronHeldModel:
 
     def _load_model(self, folder: Path) -> None:
         files = {} if self._pictures is None else {"opened": self._pictures.opened}
-        checkpoints.load_model(folder, self.weights, self.name, **files)
+        load_model(folder, self.weights, self.name, **files)
 
     def _load_adapters(self, adapters: PeftConfig, checkpoint: Path | None) -> None:
         """Fill it with the model in ``model_name``, and with adapters from a checkpoint, from a folder, or new."""
@@ -370,7 +380,7 @@ class MegatronHeldModel:
         """Return whole adapters from their folder. Raises `CheckpointError`."""
         shapes, parts, described = self.weights.adapter_shapes, self._described.layers, self._written()
         assert described is not None, "only called for a model with adapters"
-        return agree(lambda: as_fused(adapter_files.read(folder, described, shapes), parts))
+        return checkpoints.agree(lambda: as_fused(adapter_files.read(folder, described, shapes), parts))
 
     def _see(self) -> MegatronImageInputs | None:
         """Return what gives the chunks images; None for a model of text."""
@@ -418,7 +428,7 @@ class MegatronHeldModel:
         return [(buffer, buffer.clone()) for name, buffer in buffers if name.endswith("router.expert_bias")]
 
 
-def adding(total: torch.Tensor, loss: LossOfMicroBatch) -> Scored:
+def adding(total: torch.Tensor, loss: LossOfMicroBatch) -> pipeline.Scored:
     """Return a loss that is also added to a total."""
 
     def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
@@ -432,3 +442,34 @@ def adding(total: torch.Tensor, loss: LossOfMicroBatch) -> Scored:
 def _bits(scores: Sequence[Scores]) -> torch.Tensor:
     """Return all numbers end to end, with other four-byte types as floats of the same bits."""
     return torch.cat([values.flatten().view(torch.float32) for scores_BT in scores for values in scores_BT])
+
+
+def load_model(
+    folder: Path, weights: RankWeights, model: Model, opened: Callable[[Path], CheckpointTensors] = SafetensorsFolder
+) -> None:
+    """Fill the parameters of a model from a checkpoint, in their own memory; `opened` opens its files.
+
+    Collective. Raises `CheckpointError`; every rank raises if one does.
+    """
+
+    def load() -> None:
+        try:
+            weights.load(opened(folder / model))
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+
+    checkpoints.agree(load)
+
+
+def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any, model: Model) -> checkpoints.OptimizerCounts:
+    """Fill a model's optimizer from a checkpoint; return the number of steps that it has taken, and its schedule.
+
+    Collective. Raises `CheckpointError`; every rank raises if one does.
+    """
+    counts = checkpoints.agree(lambda: checkpoints.read_counts(folder, model))
+
+    def read(files: box_files.BoxFiles) -> None:
+        optimizer_state.read(optimizer, weights, files, counts.steps)
+
+    checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, model))
+    return counts

@@ -28,11 +28,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Head
 from tandem.refit.adapters.geometry import SCALAR_HEAD, find_biased_projections
-from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
+from tandem.trainer.backends.megatron import architecture, preparing, routing
 from tandem.trainer.backends.megatron.attention import AttentionNorm, CoreAttention
-from tandem.trainer.backends.megatron.preparing import HAS_TRANSFORMER_ENGINE, has_kernels
 from tandem.trainer.backends.megatron.releases import keep_norms, submodules_of
-from tandem.trainer.backends.megatron.routing import replay_routes
 from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, MegatronSettings
 
 
@@ -100,7 +98,7 @@ def build_chunks(
     """
     sizes = settings.sizes
     multiple = VOCABULARY_DIVISOR * sizes.tp
-    num_rows = -(-geometry_in(model).vocabulary_size // multiple) * multiple
+    num_rows = -(-architecture.geometry_in(model).vocabulary_size // multiple) * multiple
     if make is None:
         make = LayerChunk if head == "vocabulary" else functools.partial(ScalarChunk, has_bias=head == "value")
     chunks = []
@@ -113,10 +111,10 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
             vp_stage=stage,
-            **embedding_arguments(model),
+            **architecture.embedding_arguments(model),
         )
         if section.router_replay.enabled:
-            replay_routes(chunk)
+            routing.replay_routes(chunk)
         _mark(chunk, freezes_routers=section.megatron_cfg.freeze_moe_router)
         if chunk.pre_process and (padding := model.get("pad_token_id")) is not None:
             chunk.embedding.word_embeddings.register_forward_hook(functools.partial(_leave_padding, padding))
@@ -156,7 +154,7 @@ def _layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | No
             and values itself (``add_qkv_bias``), but has only one switch for the others.
         stage: number of the chunk among those of this rank; None if it has only one.
     """
-    if HAS_TRANSFORMER_ENGINE:
+    if preparing.HAS_TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm, specs = TENorm, get_gpt_decoder_layer_specs(transformer, use_transformer_engine=True)
@@ -176,11 +174,11 @@ def _layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | No
 
 def _modules() -> tuple[type[AttentionNorm], type | None]:
     """Return the norm of plain layers, and their activation if it is a module of its own."""
-    if not has_kernels():
+    if not preparing.has_kernels():
         return AttentionNorm, None
-    from tandem.trainer.backends.megatron.on_cpu import kernels, norm
+    from tandem.trainer.backends.megatron.on_cpu import kernels
 
-    return norm.CpuNorm, kernels.SwiGlu
+    return kernels.CpuNorm, kernels.SwiGlu
 
 
 def _plain(

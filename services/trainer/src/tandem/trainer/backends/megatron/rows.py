@@ -13,17 +13,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tandem.trainer import micro_batches
+from tandem.trainer import context, micro_batches, routing
 from tandem.trainer.backends.megatron.routing import RoutedSequences
-from tandem.trainer.context import as_row, tokens_of_share
-from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.routing import of_row
 
 
 class MegatronRow(msgspec.Struct, frozen=True, eq=False):
     """One forward pass of this rank."""
 
-    batch: MicroBatch | None
+    batch: micro_batches.MicroBatch | None
     """The micro-batch to score; None for a row that only fills up a schedule."""
     token_ids_1M: torch.Tensor
     position_ids_1M: torch.Tensor
@@ -36,7 +33,7 @@ class MegatronRow(msgspec.Struct, frozen=True, eq=False):
 
 
 def rows_of(
-    batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: int, equal: bool, divisor: int = 1
+    batches: Sequence[micro_batches.MicroBatch], rank: int, size: int, *, round_to: int, equal: bool, divisor: int = 1
 ) -> list[MegatronRow]:
     """Return the share of each micro-batch for one context-parallel rank.
 
@@ -48,7 +45,7 @@ def rows_of(
         equal: whether all rows must have the same length, by padding.
         divisor: divisor of the length of a whole row, by padding; a multiple of that of a sequence's length.
     """
-    packed = [as_row(batch) for batch in batches]
+    packed = [context.as_row(batch) for batch in batches]
     longest = max(sum(row.lengths) for row in packed)
     rows = []
     for batch, row in zip(batches, packed, strict=True):
@@ -72,11 +69,11 @@ def _extended(row: micro_batches.TokenRow, num_tokens: int) -> micro_batches.Tok
     )
 
 
-def _share(batch: MicroBatch, row: micro_batches.TokenRow, rank: int, size: int) -> MegatronRow:
+def _share(batch: micro_batches.MicroBatch, row: micro_batches.TokenRow, rank: int, size: int) -> MegatronRow:
     device = row.token_ids_1N.device
     bounds = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=device)
     longest = max(row.lengths)
-    mine_M = torch.from_numpy(tokens_of_share(row.lengths, rank, size)).to(device) if size > 1 else None
+    mine_M = torch.from_numpy(context.tokens_of_share(row.lengths, rank, size)).to(device) if size > 1 else None
     source_M = row.source_N if mine_M is None else row.source_N[mine_M]
     experts_BTLK = batch.routed_experts_BTLK
     sequences = RoutedSequences(
@@ -86,7 +83,7 @@ def _share(batch: MicroBatch, row: micro_batches.TokenRow, rank: int, size: int)
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=tuple(row.lengths),
-        routed_experts_MLK=None if experts_BTLK is None else of_row(experts_BTLK, source_M)[0],
+        routed_experts_MLK=None if experts_BTLK is None else routing.of_row(experts_BTLK, source_M)[0],
     )
     if mine_M is None:
         valid_L = torch.arange(len(row.predictor_K), device=device)

@@ -25,18 +25,14 @@ from megatron.core.utils import unwrap_model
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
-from tandem.config.models.families import MEGATRON_VISION
-from tandem.config.models.hf_config import find_model_class
-from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
+from tandem.config.models import families, hf_config, vision_families
 from tandem.config.schema import ModelConfig
 from tandem.refit.adapters.megatron import TOWER
 from tandem.refit.adapters.vision import is_of_tower, language_config, names_in_checkpoint
 from tandem.refit.layout import Box
 from tandem.samples.images import towers
+from tandem.trainer.backends.megatron import routing, rows, weights
 from tandem.trainer.backends.megatron.model import LayerChunk
-from tandem.trainer.backends.megatron.routing import RoutedSequences
-from tandem.trainer.backends.megatron.rows import MegatronRow
-from tandem.trainer.backends.megatron.weights import SafetensorsFolder, TensorsInMemory
 from tandem.trainer.backends.pictures import PixelSource
 from tandem.trainer.batching.images import RowImages
 from tandem.trainer.models import checkpoint_activations, load_model
@@ -44,14 +40,14 @@ from tandem.trainer.models import checkpoint_activations, load_model
 
 def language_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a model's language model, as of a model of text. Raises `ModelError`."""
-    if model["model_type"] not in MEGATRON_VISION:
-        supported = ", ".join(MEGATRON_VISION)
+    if model["model_type"] not in families.MEGATRON_VISION:
+        supported = ", ".join(families.MEGATRON_VISION)
         raise ModelError(f"Megatron-Core trains {supported} with images here, not {model['model_type']}")
     return language_config(model)
 
 
 @dataclasses.dataclass
-class SeeingSequences(RoutedSequences):
+class SeeingSequences(routing.RoutedSequences):
     """Bounds of a row's sequences, with what is added to the outputs of the first layers."""
 
     added: tuple[torch.Tensor, ...] = ()
@@ -88,7 +84,7 @@ class SeeingChunk(LayerChunk):
         self,
         input_ids: torch.Tensor,
         *args: Any,
-        packed_seq_params: RoutedSequences,
+        packed_seq_params: routing.RoutedSequences,
         pixels: towers.Inputs | None = None,
         blank: towers.Inputs | None = None,
         **kwargs: Any,
@@ -189,7 +185,7 @@ class InterleavedRotation(torch.nn.Module):
 
 def linear_in_tower(model: Any) -> tuple[str, ...]:
     """Return the names of the linear layers of a model of Transformers that are not in its language model."""
-    family = VISION[model.config.model_type]
+    family = vision_families.VISION[model.config.model_type]
     return tuple(
         name
         for name, module in model.named_modules()
@@ -202,9 +198,11 @@ def make_tower(hugging_face: Any, dtype: torch.dtype) -> torch.nn.Module:
 
     The language model has no memory: its place in the model is empty.
     """
-    family = VISION[hugging_face.model_type]
+    family = vision_families.VISION[hugging_face.model_type]
     with torch.device("meta"):
-        model: Any = find_model_class(hugging_face).from_config(hugging_face, dtype=dtype, trust_remote_code=False)
+        model: Any = hf_config.find_model_class(hugging_face).from_config(
+            hugging_face, dtype=dtype, trust_remote_code=False
+        )
     inner = model.model
     for name, child in list(inner.named_children()):
         if f"model.{name}." == family.language_prefix:
@@ -221,7 +219,9 @@ def make_tower(hugging_face: Any, dtype: torch.dtype) -> torch.nn.Module:
 class MegatronImageInputs:
     """Gives chunks the inputs that come from the images of rows."""
 
-    def __init__(self, config: Config, section: ModelConfig, family: VisionFamily, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, section: ModelConfig, family: vision_families.VisionFamily, device: torch.device
+    ) -> None:
         """Read the settings for images of a section's model. Raises `ModelError`."""
         self._source, self._family = PixelSource(config, section, family, device), family
         self.undrawable = self._source.undrawable
@@ -234,7 +234,7 @@ class MegatronImageInputs:
 
     def freeze(self, chunk: Any) -> None:
         """Freeze the parts of a chunk that ``freeze_config`` names. An output layer of its own is in neither."""
-        prefixes = list_frozen_prefixes(self._family, self._section.dtensor_cfg)
+        prefixes = vision_families.list_frozen_prefixes(self._family, self._section.dtensor_cfg)
         for name, parameter in chunk.named_parameters():
             part_name = name.removeprefix(f"{TOWER}.")
             if part_name == name and not (
@@ -244,18 +244,18 @@ class MegatronImageInputs:
             if part_name.startswith(prefixes):
                 parameter.requires_grad_(False)
 
-    def tensors(self) -> SeeingFolder | TensorsInMemory:
+    def tensors(self) -> SeeingFolder | weights.TensorsInMemory:
         """Return the weights that the model starts from, which need no conversion. Raises `ModelError`."""
         folder = Path(self._section.model_name)
         if self._section.new_model is not None and not any(folder.glob("*.safetensors")):
-            return TensorsInMemory(load_model(str(folder), self._section, torch.float32).state_dict())
+            return weights.TensorsInMemory(load_model(str(folder), self._section, torch.float32).state_dict())
         return self.opened(folder)
 
     def opened(self, folder: Path) -> SeeingFolder:
         """Return the tensors of a checkpoint's files. Raises `ModelError`."""
         return SeeingFolder(folder, self._family)
 
-    def __call__(self, row: MegatronRow, chunk: torch.nn.Module) -> dict[str, Any]:
+    def __call__(self, row: rows.MegatronRow, chunk: torch.nn.Module) -> dict[str, Any]:
         """Return inputs of a chunk beside the row's tokens. Raises `DataError` for an image that cannot be read."""
         inputs: dict[str, Any] = {}
         images = None if row.batch is None else row.batch.images
@@ -271,7 +271,7 @@ class MegatronImageInputs:
         return inputs
 
 
-def _positions(row: MegatronRow, images: RowImages | None) -> torch.Tensor:
+def _positions(row: rows.MegatronRow, images: RowImages | None) -> torch.Tensor:
     """Return the positions of a row's tokens, ``[3, 1, N]``; those of padding are arbitrary."""
     counted_31N = row.position_ids_1M.expand(3, 1, -1)
     if images is None or images.position_ids is None:
@@ -283,9 +283,9 @@ def _positions(row: MegatronRow, images: RowImages | None) -> torch.Tensor:
 class SeeingFolder:
     """The tensors of a checkpoint's files, by their names in memory; some files have older names."""
 
-    def __init__(self, folder: Path, family: VisionFamily) -> None:
+    def __init__(self, folder: Path, family: vision_families.VisionFamily) -> None:
         """Open the files. Raises `ModelError`."""
-        self._files, self._family = SafetensorsFolder(folder), family
+        self._files, self._family = weights.SafetensorsFolder(folder), family
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
         """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""

@@ -1,1 +1,0 @@
-"""``coordinator init``: starting configurations, commented, made from a few choices."""

@@ -1,1 +1,0 @@
-"""Attention over rows of several sequences, in Hugging Face models."""
