@@ -121,7 +121,7 @@ def test_a_call_whose_worker_is_killed_each_time_has_failed(start: Start) -> Non
 @pytest.mark.parametrize("is_continued", [False, True])
 def test_a_call_whose_worker_is_stopped_is_made_again_elsewhere(start: Start, is_continued: bool) -> None:
     """The first failure would end the run; a stop that is over before the limit counts, too."""
-    scorer = start("HeldUntilTold", num_workers=1, timeout_s=3.0)
+    scorer = start("HeldUntilTold", num_workers=1, timeout_s=6.0)
     scorer.submit(0, problem(), said("abc"))
     (stopped,) = callers(1)
     os.kill(stopped, signal.SIGSTOP)
@@ -141,17 +141,17 @@ def test_a_call_whose_worker_is_stopped_is_made_again_elsewhere(start: Start, is
 def test_a_call_whose_worker_is_stopped_each_time_has_failed_and_code_that_is_slow_is_not_called_again(
     start: Start,
 ) -> None:
-    scorer = start("HeldUntilTold", num_workers=1, timeout_s=2.0, on_error="zero")
+    scorer = start("HeldUntilTold", num_workers=1, timeout_s=4.0, on_error="zero")
     scorer.submit(0, problem(), said("abc"))
     for count in (1, 2, 3):
         os.kill(callers(count)[-1], signal.SIGSTOP)
     (failed,) = _all(scorer, 1)
     assert isinstance(failed, UnscoredResponse)
-    assert "its worker process was stopped from outside, and took longer than 2 s" in failed.failure
+    assert "its worker process was stopped from outside, and took longer than 4 s" in failed.failure
     scorer.submit(0, problem(), said("abc"))
     (slow,) = _all(scorer, 1)
     assert isinstance(slow, UnscoredResponse)
-    assert "took longer than 2 s" in slow.failure
+    assert "took longer than 4 s" in slow.failure
     assert len(callers(4)) == 4
 
 

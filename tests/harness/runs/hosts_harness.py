@@ -36,7 +36,7 @@ TWO_NODES: dict[str, Any] = {
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=120)
 
 
 def on(namespaces: Mapping[str, str], host: str) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ def other_host() -> tuple[str, ...]:
     for privileges in ((), ("--user", "--map-root-user")):
         words = (unshare, *privileges, "--uts", "sh", "-c", f'hostname {ELSEWHERE} && exec "$@"', "sh")
         with contextlib.suppress(OSError):
-            if not subprocess.run([*words, "true"], capture_output=True, timeout=20, check=False).returncode:
+            if not subprocess.run([*words, "true"], capture_output=True, timeout=120, check=False).returncode:
                 return words
     pytest.skip("UTS namespaces cannot be made here")
 

@@ -15,7 +15,7 @@ import msgspec
 def scraped(url: str) -> dict[str, float]:
     """Return what is served, by name and labels; nothing while there is no answer."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=120) as answer:
             lines = answer.read().decode().splitlines()
     except (urllib.error.URLError, OSError):
         return {}

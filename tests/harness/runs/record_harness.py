@@ -13,6 +13,7 @@ from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.samples.recorded_shards import read_step, steps
 from tandem.samples.sample_files import FOLDER, SHARD
 from tandem.samples.sample_record import RecordedSample
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import Command, steps_of, wait_until
 
 TWO: dict[str, Any] = {
@@ -60,14 +61,23 @@ def assert_recorded(run: str | Path, config: Path) -> dict[int, list[RecordedSam
     return record
 
 
-def kill_after(config: Path, step: int, *arguments: str, recorded: str | None = None) -> list[StepRecord]:
-    """Kill a run's coordinator once a step is done, and a shard of the record written; return what it had done."""
+def kill_after(
+    config: Path, step: int, *arguments: str, num_scored: int | None = None, recorded: str | None = None
+) -> list[StepRecord]:
+    """Kill a run's coordinator once a step is done, and a shard of the record written; return what it had done.
+
+    The run waits before it scores the samples of more than `num_scored` steps, which are by default that many.
+    """
+    counted = Path("holds", "scores")
+    before = counted.stat().st_size if counted.exists() else 0
+    hold(at=before + 16 * (step if num_scored is None else num_scored) + 1)
     with Command("coordinator", "up", config, *arguments) as run:
-        run.wait_for(rf"step {step}/\d+")
+        await_hold(run, rf"step {step}/\d+")
         if recorded is not None:
             wait_until(Path(recorded).exists, lambda: recorded)
         services = run.children()
         run.signal(signal.SIGKILL)
         run.wait()
     wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in services), lambda: "its end")
+    go_on()
     return steps_of()

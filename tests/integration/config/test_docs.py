@@ -40,7 +40,7 @@ def test_the_run_of_the_page_has_such_refits() -> None:
     copy_examples()
     (up, nothing), (refits, says) = [(words, says) for words, says in quoted(REFIT) if words[1] in ("up", "refits")]
     assert nothing == []
-    ended = coordinator(*up[1:], timeout_s=200)
+    ended = coordinator(*up[1:])
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}{ended.stderr}"
     listed = coordinator(*refits[1:])
     assert listed.returncode == 0, listed.stderr
@@ -51,7 +51,7 @@ def test_the_replays_of_the_page_say_what_it_quotes() -> None:
     """Dots stand for what is left out."""
     copy_examples()
     for words, says in quoted(REPLAY):
-        ended = coordinator(*words[1:], timeout_s=200)
+        ended = coordinator(*words[1:])
         assert ended.returncode == 0, f"{ended.stdout[-2000:]}{ended.stderr}"
         if (begin := says.index("...")) == 0:
             continue
@@ -71,7 +71,7 @@ def test_the_asynchronous_run_of_the_page_has_its_metrics() -> None:
     ((up, nothing),) = [(words, says) for words, says in quoted(ASYNCHRONOUS) if words[1] == "up"]
     assert nothing == []
     short = ["grpo.max_num_steps=3", "grpo.num_prompts_per_step=16", "policy.train_micro_batch_size=64"]
-    ended = coordinator(*up[1:], *short, timeout_s=200)
+    ended = coordinator(*up[1:], *short)
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}{ended.stderr}"
     table = ASYNCHRONOUS.partition("## Metrics")[2].partition("##")[0]
     names = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.harness import leaks
 from tests.harness.runs.by_hand import assert_same_metrics
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     PPO,
     TINY,
@@ -108,14 +109,16 @@ def test_who_holds_a_value_model_is_lost_and_the_run_goes_on_as_if_nothing_had_h
     apart = {"ppo": {"max_num_steps": 24}, "cluster": {"processes_of": {"value": 1}}}
     before, config = leaks.segments(), merged(PPO, apart)
     up(config, "logger.log_dir=undisturbed")
+    hold(at=3 * 16 + 8 + 1)
     with Command("coordinator", "up", write_config(config)) as run:
-        run.wait_for("step 3/24")
+        await_hold(run, "step 3/24")
         assert len(processes_of(run, "trainer")) == 2
         process_of(run, "trainer", 1).send_signal(signal.SIGKILL)
+        go_on()
         run.wait_for("trainer-1 is lost: killed by SIGKILL.*all trainers are started again")
         children = run.children()
         assert run.wait() == 0, run.output()
-        assert all_gone(children, 5.0) == []
+        assert all_gone(children, 30.0) == []
     assert leaks.segments_left(before) == set()
     assert_equal_runs("run", "undisturbed")
 

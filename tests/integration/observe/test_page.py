@@ -16,6 +16,7 @@ import pytest
 
 from tandem.observe.page.reader import RunReader
 from tandem.observe.timeline import FlameBar, LaneSpan, ProcessLane, TimelineView, flame, timeline
+from tests.harness.runs.held_runs import go_on, hold
 from tests.harness.runs.running import (
     TIMEOUT_S,
     Command,
@@ -172,9 +173,13 @@ def test_the_page_beside_a_run_moves_with_it_and_is_started_again_when_it_dies()
 
 def test_the_page_beside_a_run_says_how_that_ended_before_it_ends() -> None:
     config = write_config({"grpo": {"max_num_steps": 4}, "logger": {"page": "auto"}})
+    hold()
     with Command("coordinator", "up", config) as run:
         page = Page(run)
-        last = [*page.changes()][-1]
+        changes = page.changes()
+        next(changes)
+        go_on()
+        *_, last = changes
         assert run.wait() == 0
     assert (last["state"], last["last_step"]) == ("finished", 4)
     assert all_gone([page.process], TIMEOUT_S) == []

@@ -13,6 +13,7 @@ from tandem.config import load_config
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.recorded_shards import steps
 from tandem.samples.sample_files import files
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.record_harness import TWO, assert_recorded
 from tests.harness.runs.running import (
     Command,
@@ -140,11 +141,14 @@ def test_a_folder_that_cannot_be_written_stops_nothing_and_is_said() -> None:
 
 def test_a_killed_rollout_takes_no_sample_with_it_that_was_trained_on() -> None:
     config = write_config(merged(TWO, {"grpo": {"max_num_steps": 40}}))
+    for score in (17, 161, 305):  # whose steps are those below or later: what was killed is scored again
+        hold(score)
     with Command("coordinator", "up", config) as run:
         for step in (1, 8, 16):
-            run.wait_for(f"step {step}/40")
+            await_hold(run, f"step {step}/40")
             wait_until(lambda: len(processes_of(run, "rollout")) == 2, lambda: "two engines")
             process_of(run, "rollout", step % 2).send_signal(signal.SIGKILL)
+            go_on()
         assert run.wait() == 0, run.output()
     assert "missing in the record" not in run.output()
     assert all(len(rows) == 16 for rows in assert_recorded("run", config).values())

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runs.running import Command, coordinator, process_of, steps_of, write_config
+from tests.harness.runs.held_runs import await_hold, go_on, hold
+from tests.harness.runs.running import HOLDS, Command, coordinator, process_of, steps_of, write_config
 
-SLEEP_S = 25.0
-SLOW = f"""
-import time
-from pathlib import Path
+SLEEP_S = 100.0
+SLOW = f"""{HOLDS}
 from tandem.rollout.environments import Score, Turn
 
 class Slow:
@@ -25,6 +24,7 @@ class Slow:
             pass
         else:
             time.sleep({SLEEP_S})
+        wait_while_held()
         said = [message["content"] for message in conversation if message["role"] == "assistant"]
         reward = 0.1 * sum(character.isdigit() for character in said[-1])
         return Score(reward, correct=False) if len(said) == 2 else Turn([{{"role": "user", "content": "1+1"}}], reward)
@@ -33,7 +33,7 @@ ASYNC: dict[str, Any] = {
     "grpo": {"max_num_steps": 2, "max_rollout_turns": 2},
     # Room for one group of four at a time: the others wait for an engine.
     "policy": {"generation": {"async_engine": True, "generation_timeout": 1.0, "transformers_cfg": {"num_slots": 4}}},
-    "env": {"slow": {"class": "slow.Slow", "num_workers": 2, "timeout_s": 60.0}},
+    "env": {"slow": {"class": "slow.Slow", "num_workers": 2, "timeout_s": 300.0}},
     "cluster": {"rollouts": 2},
 }
 SAME = ("loss", "grad_norm", "reward", "reward_std", "avg_turns_per_sample", "mean_generation_length")
@@ -60,10 +60,12 @@ def test_what_a_slow_engine_holds_is_made_by_another() -> None:
 def test_what_a_killed_engine_held_is_made_by_another() -> None:
     Path("slow.py").write_text(SLOW.replace(str(SLEEP_S), "0.0"))
     config = write_config(ASYNC | {"grpo": {"max_num_steps": 12, "max_rollout_turns": 2}})
+    hold(at=97)  # twice a sample, in two steps and a validation, and some more
     with Command("coordinator", "up", config) as run:
-        run.wait_for("step 2/12")
+        await_hold(run, "step 2/12")
         victim = process_of(run, "rollout")
         victim.kill()
+        go_on()
         run.wait_for(r"rollout-\d is lost: killed by SIGKILL.*; another is launched in its place")
         assert run.wait() == 0, run.output()
     assert [step.step for step in steps_of()] == list(range(1, 13))

@@ -176,7 +176,7 @@ def left(pids: Sequence[int]) -> list[psutil.Process]:
             processes.append(psutil.Process(pid))
         except psutil.NoSuchProcess:
             continue
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 

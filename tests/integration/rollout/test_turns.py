@@ -88,7 +88,6 @@ def test_the_examples_run(name: str) -> None:
         "grpo.max_val_samples=4",
         "policy.train_global_batch_size=32",
         "policy.train_micro_batch_size=32",
-        timeout_s=200,
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
     first, second = steps_of(f"results/{name}")

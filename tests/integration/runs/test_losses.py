@@ -116,7 +116,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there() -> None:
         children = run.children()
         run.signal(signal.SIGINT)
         assert run.wait() == 130, run.output()
-        assert all_gone(children, 5.0) == []
+        assert all_gone(children, 30.0) == []
     done = steps_of()[-1].step
     assert Path(f"run/checkpoints/step_{done}").exists()
     assert leaks.segments_left(before) == set()
@@ -133,5 +133,5 @@ def test_kill_9_of_the_coordinator_leaves_nothing() -> None:
         assert len(children) > 4  # three services, what they were forked from, and what scores
         run.signal(signal.SIGKILL)
         run.wait()
-        assert all_gone(children, 5.0) == []
+        assert all_gone(children, 30.0) == []
     assert leaks.segments_left(before) == set()

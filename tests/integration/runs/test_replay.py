@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tandem.samples import sample_files
 from tests.harness.runs.by_hand import MEGATRON_TP2, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     Command,
     coordinator,
@@ -209,11 +210,13 @@ def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, lon
 
 def test_a_run_that_was_killed_and_resumed_is_replayed_to_the_bit() -> None:
     config = write_config(merged(ASYNCHRONOUS, {"grpo": {"max_num_steps": 24}}))
+    hold(at=97)  # beside three steps, of what engines may do by then
     with Command("coordinator", "up", config) as original:
-        original.wait_for(r"step 3/24")
+        await_hold(original, r"step 3/24")
         wait_until(lambda: Path("run/checkpoints/latest").exists(), lambda: "a checkpoint")
         original.signal(signal.SIGKILL)
         original.wait()
+    go_on()
     saved = int(Path("run/checkpoints/latest").resolve().name.removeprefix("step_"))
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
@@ -227,14 +230,17 @@ def test_a_run_that_was_killed_and_resumed_is_replayed_to_the_bit() -> None:
 def test_a_run_is_replayed_while_it_goes_on() -> None:
     checkpointing = {"metric_name": "reward", "keep_top_k": None}
     config = write_config({"grpo": {"max_num_steps": 60, "val_period": 0}, "checkpointing": checkpointing})
+    hold(at=81)
     with Command("coordinator", "up", config) as original:
-        original.wait_for(r"step 5/60")
+        await_hold(original, r"step 5/60")
         wait_until(lambda: len(sample_files.files(Path("run/samples"))) >= 4, lambda: "four shards")
         replayed = coordinator("replay", "run", "--to", "4")
         assert replayed.returncode == 0, replayed.stdout + replayed.stderr
         assert "weights are equal to the bit to those of step 4 of run" in replayed.stdout
         assert original.process.poll() is None, "it goes on"
         original.signal(signal.SIGINT)
+        original.wait_for("interrupted: finishing")
+        go_on()
         assert original.wait() == 130, original.output()
     theirs = {step.step: step.metrics for step in steps_of("run")}
     for step in steps_of("run-replay"):

@@ -15,10 +15,10 @@ from tandem.config import build_config
 from tandem.samples.recorded_shards import read_step
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tests.harness.runs.record_harness import kill_after, record_of
-from tests.harness.runs.running import coordinator, merged, steps_of, weights_of, write_config
+from tests.harness.runs.running import HOLDS, coordinator, merged, steps_of, weights_of, write_config
 
 EXPERTS = RoutedExperts(num_layers=3, num_experts=8, top_k=2)
-TALKS = """
+TALKS = f"""{HOLDS}
 from tandem.rollout.environments import Score, Turn
 
 class Talks:
@@ -28,8 +28,9 @@ class Talks:
         said = [message["content"] for message in conversation if message["role"] == "assistant"]
         reward = 0.1 * sum(character.isdigit() for character in said[-1])
         if len(said) == 2:
+            wait_while_held()
             return Score(reward, correct=reward > 0.2)
-        return Turn([{"role": "user", "content": "+1"}], reward)
+        return Turn([{{"role": "user", "content": "+1"}}], reward)
 """
 REPLAYED: dict[str, Any] = {
     "grpo": {
@@ -55,7 +56,7 @@ REPLAYED: dict[str, Any] = {
         },
         "generation": {"async_engine": True, "colocated": {"enabled": False}},
     },
-    "env": {"mine": {"class": "talking.Talks"}},
+    "env": {"mine": {"class": "talking.Talks", "timeout_s": 300.0}},
     "cluster": {"gpus_per_node": 0},
     "checkpointing": {"metric_name": "reward", "save_period": 3},
 }

@@ -62,7 +62,7 @@ def test_a_killed_run_does_again_what_it_did_without_generating(undisturbed: Pat
 def test_a_run_that_is_killed_twice_and_resumed_with_fewer_rollouts_is_the_same(undisturbed: Path) -> None:
     config = write_config(LONG)
     kill_after(config, 6)
-    done = kill_after(config, 7, "--resume")
+    done = kill_after(config, 7, "--resume", num_scored=1)
     since = time.time()
     resumed = coordinator("up", config, "--resume", "cluster.rollouts=1")
     assert resumed.returncode == 0, resumed.stderr
@@ -125,7 +125,7 @@ def test_an_asynchronous_run_that_is_killed_trains_on_the_same_again(in_flight: 
         "loss_fn": {"use_importance_sampling_correction": True},
     }
     config = write_config(merged(LONG, asynchronous))
-    done = {step.step: step for step in kill_after(config, 7)}
+    done = {step.step: step for step in kill_after(config, 7, num_scored=9)}
     since = time.time()
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
