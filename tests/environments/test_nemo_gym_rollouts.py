@@ -112,6 +112,8 @@ class Rollout(NamedTuple):
     is_incomplete: bool
     """Whether the last answer ran into a limit of its length."""
     reward: float
+    judgements: dict[str, dict[str, Any]]
+    """What a judge answered, by the last message that it was sent."""
 
     @property
     def answers(self) -> list[list[dict[str, Any]]]:
@@ -178,9 +180,14 @@ def read_rollouts(package: Path, server: Server) -> list[Rollout]:
     for line in read_lines(folder / f"example_rollouts{server.suffix}.jsonl"):
         more = {} if server.fill is None else server.fill(line)
         response, reward = line.pop("response"), float(line.pop("reward"))
+        judgements = {
+            each["responses_create_params"]["input"][-1]["content"]: each["response"]
+            for each in line.pop("judge_evaluations", ())
+        }
         row = rows.get(question_of(line), {**line, **more})
         row.pop("agent_ref", None)  # some are of other files of settings
-        rollouts.append(Rollout(row, response["output"], response.get("incomplete_details") is not None, reward))
+        is_incomplete = response.get("incomplete_details") is not None
+        rollouts.append(Rollout(row, response["output"], is_incomplete, reward, judgements))
     return rollouts
 
 
@@ -241,7 +248,10 @@ class Episode:
 
 @contextlib.contextmanager
 def serve(episodes: Sequence[Episode]) -> Iterator[str]:
-    """Serve the endpoints of episodes; yield where they are."""
+    """Serve the endpoints of episodes, and in each a judge that knows the judgements of all; yield where they are."""
+    judgements: dict[str, dict[str, Any]] = {}
+    for episode in episodes:
+        judgements |= episode.rollout.judgements
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -251,6 +261,8 @@ def serve(episodes: Sequence[Episode]) -> Iterator[str]:
             reply: dict[str, Any] = {}
             if path == "v1/chat/completions":
                 reply = episode.answer(json.loads(content))
+            elif path == "judge/v1/responses":
+                reply = judgements[json.loads(content)["input"][-1]["content"]]
             elif path == "reward":
                 episode.posted |= json.loads(content)
             else:
@@ -276,14 +288,24 @@ def serve(episodes: Sequence[Episode]) -> Iterator[str]:
         server.server_close()
 
 
-def play(place: Path, paths: list[str], episodes: Sequence[Episode]) -> int:
-    """Have the program play the rows of episodes; return its exit code."""
-    command = play_command(NemoGymConfig(config={"config_paths": paths}, python=PYTHON))
+def play(place: Path, paths: list[str], episodes: Sequence[Episode], judge: str = "") -> int:
+    """Have the program play the rows of episodes; return its exit code.
+
+    `judge` names a server whose judge is a model at an address instead of the policy.
+    """
     output = place / "output.txt"
     with serve(episodes) as address:
+        config: dict[str, Any] = {"config_paths": paths}
+        if judge:
+            model = {"entrypoint": "app.py", "openai_api_key": "none", "openai_model": "judge"}
+            model["openai_base_url"] = f"{address}/0/judge/v1"
+            config["judge_model"] = {"responses_api_models": {"openai_model": model}}
+            config[judge] = {"resources_servers": {judge: {"judge_model_server": {"name": "judge_model"}}}}
+        command = play_command(NemoGymConfig(config=config, python=PYTHON))
         orders = [
             {
                 "session_url": f"{address}/{number}",
+                "judge_base_url": f"{address}/{number}/judge/v1",
                 "api_key": f"secret-{number}",
                 "model": "policy",
                 "problem": {"metadata": {"row": episode.rollout.row}},
@@ -298,10 +320,10 @@ def play(place: Path, paths: list[str], episodes: Sequence[Episode]) -> int:
     return ended.returncode
 
 
-def replay(place: Path, paths: list[str], rollouts: list[Rollout]) -> list[Episode]:
+def replay(place: Path, paths: list[str], rollouts: list[Rollout], judge: str = "") -> list[Episode]:
     """Have the program play the rows of rollouts to their ends; return the episodes."""
     episodes = [Episode(rollout) for rollout in rollouts]
-    assert play(place, paths, episodes) == 0, (place / "output.txt").read_text()[-4000:]
+    assert play(place, paths, episodes, judge) == 0, (place / "output.txt").read_text()[-4000:]
     return episodes
 
 
@@ -334,6 +356,16 @@ def test_rewards_of_example_rollouts_are_equal_row_by_row(server: Server, packag
     assert rewards == expected
     for episode, rollout in zip(episodes, rollouts, strict=True):
         assert episode.tool_outputs == rollout.tool_outputs
+
+
+@pytest.mark.parametrize("judge", ["", "equivalence_llm_judge"], ids=["policy", "address"])
+def test_a_judge_is_asked_what_it_was_and_rewards_are_equal(judge: str, package: Path, tmp_path: Path) -> None:
+    """By NeMo Gym's own files the judge is the policy; NeMo-RL's files name another with `judge_model_server`."""
+    server = Server("equivalence_llm_judge")
+    rollouts = read_rollouts(package, server)
+    assert [len(rollout.judgements) for rollout in rollouts] == [1] * 5
+    episodes = replay(tmp_path, [server.path], rollouts, judge)
+    assert [episode.posted.get("reward", episode.posted) for episode in episodes] == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_agents_of_several_servers_play_by_one_program(package: Path, tmp_path: Path) -> None:

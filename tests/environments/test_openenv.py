@@ -75,6 +75,29 @@ class Adder(MCPEnvironment):
 
 app = create_app(Adder, CallToolAction, CallToolObservation, env_name="adder", max_concurrent_envs=2)
 '''
+LATE = '''
+"""The environment of the template, whose steps take for ever in the episodes of one seed."""
+
+import time
+
+from my_echo.models import MyEchoAction, MyEchoObservation
+from my_echo.server.my_echo_environment import MyEchoEnvironment
+from openenv.core.env_server.http_server import create_app
+
+
+class Late(MyEchoEnvironment):
+    def reset(self, seed=None, **kwargs):
+        self.is_late = seed == 1
+        return super().reset(seed=seed, **kwargs)
+
+    def step(self, action, **kwargs):
+        if self.is_late:
+            time.sleep(3600)
+        return super().step(action)
+
+
+app = create_app(Late, MyEchoAction, MyEchoObservation, env_name="late", max_concurrent_envs=2)
+'''
 OWN_REWARDS = """
 import json, sys
 from my_echo.models import MyEchoAction
@@ -90,11 +113,12 @@ print(json.dumps(rewards))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with both environments; the first is what OpenEnv's own template makes."""
+    """Return a folder with the environments; the first is what OpenEnv's own template makes."""
     made = tmp_path_factory.mktemp("environments")
     command = [str(Path(PYTHON).with_name("openenv")), "init", "my_echo"]
     subprocess.run(command, cwd=made, check=True, capture_output=True, timeout=WAIT_S)
     (made / "adder.py").write_text(TOOLS)
+    (made / "late.py").write_text(LATE)
     return made
 
 
@@ -184,7 +208,16 @@ def test_a_server_that_is_killed_or_hangs_costs_nothing_and_takes_no_more_sessio
     assert not [child for child in psutil.Process().children(recursive=True) if "uvicorn" in child.cmdline()]
 
 
-def test_a_late_answer_is_a_failure_of_its_episode(tmp_path: Path) -> None:
+def test_a_late_answer_is_a_failure_of_its_episode_alone(tmp_path: Path) -> None:
+    problems = [Problem(problem_id="p", question="?", answer="", metadata={"reset": {"seed": seed}}) for seed in (1, 2)]
+    with rollout_of(tmp_path, on_error="zero", **{**ECHO, "package": "late:app", "step_timeout_s": 10}) as rollout:
+        samples = rollout.run(*(rollout.group(number, [7], problem) for number, problem in enumerate(problems)))
+    (late, _), (other, _) = (samples[key] for key in sorted(samples))
+    assert "step took longer than 10 s" in late.failure
+    assert (other.failure, other.num_turns) == ("", 2)
+
+
+def test_an_observation_without_the_field_is_a_failure_of_its_episode(tmp_path: Path) -> None:
     problem = Problem(problem_id="p", question="?", answer="", metadata={"reset": {}})
     with rollout_of(tmp_path, on_error="zero", **{**ECHO, "observation": "nothing"}) as rollout:
         ((scored, _),) = rollout.run(rollout.group(0, [7], problem)).values()
@@ -233,6 +266,15 @@ def test_what_cannot_be_played_is_refused_in_one_line(settings: dict[str, Any], 
     assert "env.theirs.openenv" in str(refused.value)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_another_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that finds the package of another release first."""
+    monkeypatch.chdir(tmp_path)
+    Path("openenv-0.9.1.dist-info").mkdir()
+    Path("openenv-0.9.1.dist-info/METADATA").write_text("Name: openenv\nVersion: 0.9.1\n")
+    with pytest.raises(ConfigError, match=r"openenv 0\.9\.1 is installed, but 0\.10 is what can be played here"):
+        list_problems(**ECHO)
 
 
 class AnotherKind(BaseHTTPRequestHandler):

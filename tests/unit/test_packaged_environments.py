@@ -17,11 +17,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import yaml
 from agents_harness import assert_probable
 from own_environments import WAIT_S
 from rollout_harness import Rollout
-from verifiers_packages import ENDLESS, SUMS, TOOLS
+from verifiers_packages import ENDLESS, JUDGE, SUMS, TOOLS
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem, SampleScored
@@ -39,7 +40,7 @@ Samples = dict[tuple[int, int], tuple[SampleScored, SampleBatch]]
 @pytest.fixture(autouse=True)
 def _packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Write the packages into the working directory."""
-    names = {"sums_v1": SUMS, "endless_v1": ENDLESS, "tools_v1": TOOLS}
+    names = {"sums_v1": SUMS, "endless_v1": ENDLESS, "tools_v1": TOOLS, "digits_v1": JUDGE}
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("TOOL_PID", str(tmp_path / "tool_pid"))
@@ -126,6 +127,34 @@ def test_its_tasks_are_the_problems_and_its_rewards_those_of_the_package(tmp_pat
         for name in ("token_ids_T", "generation_logprobs_T"):
             assert getattr(again[key][1], name).tobytes() == getattr(arrays, name).tobytes()
     assert len({scored.reward for scored, _ in samples.values()}) > 1, "rewards differ"
+
+
+def test_the_policy_may_be_a_judge_and_nothing_of_that_is_trained_on(tmp_path: Path) -> None:
+    """What it answers as a judge, which draws nothing, is what Transformers' greedy search makes of its weights."""
+    sampling = {"temperature": 0.0, "max_tokens": 8}
+    judge = {"id": "digits-v1", "name": "judged", "model": "policy", "sampling": sampling, "weight": 0.25}
+    settings = {"id": "sums-v1", "args": {"num": 3, "task": {"judges": [judge]}}}
+    problems = list_here(**settings)
+    with rollout_of(tmp_path, num_at_once=1, **settings) as rollout:
+        groups = [rollout.group(number, [7, 8], problem) for number, problem in enumerate(problems)]
+        samples, again = rollout.run(*groups), rollout.run(*groups)
+        judged = {}
+        for key, (scored, arrays) in samples.items():
+            assert_probable(arrays, {0: rollout.model})
+            trace = score_with_package(problems[key[0]], reply_of(rollout, arrays))
+            chat = [{"role": "user", "content": f"0: {trace.last_reply}"}]
+            prompt_ids = rollout.tokenizer.encode_chat(chat, add_generation_prompt=True)
+            stop = {"eos_token_id": rollout.tokenizer.eos_id, "pad_token_id": rollout.tokenizer.eos_id}
+            whole = rollout.model.generate(torch.tensor([prompt_ids]), do_sample=False, max_new_tokens=8, **stop)
+            answer = rollout.tokenizer.decode(whole[0, len(prompt_ids) :].tolist())
+            judged[key] = sum(map(str.isdigit, answer)) / 8
+            assert scored.components["judged"] == 0.25 * judged[key]
+            assert scored.reward == pytest.approx(trace.reward + 0.25 * judged[key])
+            assert (scored.failure, scored.num_turns, len(scored.branches)) == ("", 1, 1)
+            assert again[key][0].reward == scored.reward
+            for name in ("token_ids_T", "generation_logprobs_T"):
+                assert getattr(again[key][1], name).tobytes() == getattr(arrays, name).tobytes()
+    assert any(judged.values()), "a judge that says nothing shows nothing"
 
 
 def test_tasks_to_validate_on_may_be_apart() -> None:

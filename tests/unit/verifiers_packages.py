@@ -148,3 +148,21 @@ class Caller(vf.Harness[CallerConfig]):
 if __name__ == "__main__":
     Adder.run()
 '''
+
+JUDGE = '''
+"""A judge that values digits in its own answer to a reply."""
+
+import verifiers.v1 as vf
+
+__all__ = ["Digits"]
+
+
+class Digits(vf.Judge[float]):
+    prompt = "0: {response}"
+
+    def parse(self, response):
+        return sum(map(str.isdigit, response.text)) / 8
+
+    async def score(self, task, trace):
+        return (await self.evaluate(trace=trace, response=trace.last_reply)).parsed
+'''

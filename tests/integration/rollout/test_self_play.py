@@ -41,7 +41,7 @@ OVER: dict[str, Any] = {"grpo": {"max_num_steps": 4, "num_generations_per_prompt
 ROLES = {"roles": ["first", "second"], "max_concurrency": 1}
 
 
-def test_roles_learn_from_their_own_rewards_and_a_killed_run_ends_with_the_same_bits() -> None:
+def test_roles_learn_from_their_own_rewards_and_a_killed_run_and_a_replay_have_the_same_bits() -> None:
     config = configure(OVER, source=DUEL, **ROLES)
     whole = coordinator("up", config, "logger.log_dir=whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr
@@ -67,6 +67,9 @@ def test_roles_learn_from_their_own_rewards_and_a_killed_run_ends_with_the_same_
     assert weights_of("run/checkpoints/step_4") == weights_of("whole/checkpoints/step_4")
     for one, other in zip(steps_of("run"), steps, strict=True):
         assert deterministic(one.metrics) == deterministic(other.metrics)
+    replayed = coordinator("replay", "whole")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert replayed.stdout.rstrip().endswith("weights are equal to the bit to those of step 4 of whole")
 
 
 def test_the_program_of_the_page_plays_as_it_stands() -> None:

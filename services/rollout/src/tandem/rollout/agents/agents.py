@@ -98,6 +98,7 @@ class RolloutAgents:
         timeout_s = self._settings.timeout_s
         paths = [
             *app.api_routes(self._find, deadline_s=timeout_s, prefix=_PREFIX),
+            *app.api_routes(lambda request: self._find(request).judge, deadline_s=timeout_s, prefix=f"{_PREFIX}/judge"),
             Route(_PREFIX, self._describe, methods=["GET"]),
             Route(f"{_PREFIX}/reward", self._take_reward, methods=["POST"]),
             Route(f"{_PREFIX}/error", self._take_error, methods=["POST"]),

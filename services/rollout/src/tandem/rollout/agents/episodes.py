@@ -37,6 +37,10 @@ MODEL = "policy"
 """The model's name in agents' requests."""
 
 
+_JUDGE_TURNS = 1 << 20
+"""Number of the first of a judge's answers among the turns that seeds are derived from: beyond all of an agent's."""
+
+
 class _Asked(NamedTuple):
     """The chat from which a prompt was rendered."""
 
@@ -92,6 +96,7 @@ class Episode(ServedModel):
         self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
         """The reward or the failure that the agent reports."""
         self.is_over = False
+        self.judge = EpisodeJudge(self, driver, images)
         self._driver = driver
         self._max_completions = config.agent.max_completions
         self._num_asked = 0
@@ -107,6 +112,7 @@ class Episode(ServedModel):
         return {
             "session_url": url,
             "base_url": f"{url}/v1",
+            "judge_base_url": f"{url}/judge/v1",
             "api_key": self.secret,
             "model": self.name,
             "purpose": self.command.purpose,
@@ -253,6 +259,50 @@ class Episode(ServedModel):
         """Describe the end of an agent that posted no reward."""
         refusal = f"; it posted an invalid one: {self._why_refused}" if self._why_refused else ""
         return Failure(line(f"{ending} without a reward{refusal}"), errors)
+
+
+class EpisodeJudge(ServedModel):
+    """The policy as a judge within an episode: of what it is asked and answers here, nothing is trained on.
+
+    Requests may name any model, and sample as they like. They are drawn from the sample's seed, by their order.
+    """
+
+    def __init__(self, episode: Episode, driver: EngineDriver, images: RequestImages | None) -> None:
+        super().__init__(
+            MODEL,
+            episode.tokenizer,
+            self,
+            max_length=episode.max_length,
+            vocabulary=episode.vocabulary,
+            images=images,
+        )
+        self._episode = episode
+        self._driver = driver
+        self._num_asked = 0
+
+    def check_name(self, name: str | None) -> None:
+        """Take any name: there is no other model."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParameters,
+        seed: int,
+        images: tuple[ImageRef, ...] = (),
+        *,
+        is_streamed: bool = True,
+    ) -> AsyncGenerator[ResponseChunk, None]:
+        """Yield a response as it is made. It ends with the episode. Raises `OpenAIRefused`."""
+        if self._episode.is_over:
+            raise over()
+        session = self._episode.session
+        seed = turn_seed(session.group.seeds[session.sample], _JUDGE_TURNS + self._num_asked)
+        self._num_asked += 1
+        async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
+            async for chunk in chunks:
+                if self._episode.is_over:
+                    raise over()
+                yield chunk
 
 
 def read_reward(body: bytes, roles: Sequence[str] = ()) -> Score:

@@ -45,6 +45,10 @@ _MODELS, _AGENTS, _RESOURCES = "responses_api_models", "responses_api_agents", "
 _MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 _OF_TRAINING = ("temperature", "top_p", "model", "seed", "stream", "store")
 """Parameters of rows that are the run's to decide."""
+_OF_GYM = ("metadata", "model", "store", "user")
+"""Fields of a judge's request that say nothing of what to answer."""
+_OVER = 410
+"""Status of a request to an episode that has ended."""
 _SPLITS = {"train": ("train", "example"), "validation": ("validation",)}
 """Types of an agent's data sets, by what they are for; the first that has rows counts."""
 _PDEATHSIG = 1
@@ -113,12 +117,13 @@ def read_config(settings: dict[str, Any], policy_port: int, judge_port: int) -> 
     with open_dict(config):
         config[_JUDGE] = {_MODELS: {"proxy": {"host": "127.0.0.1", "port": judge_port}}}
         servers = list(list_servers(config))
+        refuse_local_models(servers)
         config.head_server.port, *ports = find_ports(1 + len(servers))
         for (_, kind, _, server), port in zip(servers, ports, strict=True):
             server["host"], server["port"] = "127.0.0.1", port
             for value in server.values() if kind == _RESOURCES else ():
                 if isinstance(value, DictConfig) and (value.get("type"), value.get("name")) == (_MODELS, _POLICY):
-                    value["name"] = _JUDGE  # what a judge says is not to be trained on
+                    value["name"] = _JUDGE  # what a judge says is not trained on
     return config
 
 
@@ -132,6 +137,16 @@ def list_servers(config: Any) -> Iterator[tuple[str, str, str, Any]]:
             for folder, server in group.items() if isinstance(group, DictConfig) else ():
                 if isinstance(server, DictConfig) and server.get("entrypoint") is not None:
                     yield str(name), kind, str(folder), server
+
+
+def refuse_local_models(servers: list[tuple[str, str, str, Any]]) -> None:
+    """Raise `GymRefused` for a model that NeMo Gym would serve on GPUs: the run has them."""
+    for name, kind, folder, server in servers:
+        if kind == _MODELS and "vllm_serve_kwargs" in server:
+            raise GymRefused(
+                f"{name}: NeMo Gym would serve it on GPUs ({folder}), which the run has: serve it elsewhere, "
+                f"and make {name} a vllm_model or openai_model with its address"
+            )
 
 
 def list_agents(config: Any) -> dict[str, Any]:
@@ -311,7 +326,7 @@ class PolicyProxy:
         from aiohttp import web
 
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
-        for at, handler in ((port, self._answer), (judge_port, self._refuse_judge)):
+        for at, handler in ((port, self._answer), (judge_port, self._answer_judge)):
             application = web.Application(client_max_size=1 << 28)
             application.router.add_route("*", "/{path:.*}", handler)
             runner = web.AppRunner(application, access_log=None)
@@ -362,11 +377,25 @@ class PolicyProxy:
         except aiohttp.ClientError as error:
             return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=403)
 
-    async def _refuse_judge(self, _: Any) -> Any:
+    async def _answer_judge(self, request: Any) -> Any:
+        """Have the policy judge, in any episode in play: nothing of it is trained on there, nor kept."""
+        import aiohttp
         from aiohttp import web
 
-        message = "policy_model is no judge here: what it says would be trained on; name a model server of its own"
-        return web.json_response({"error": {"message": message}}, status=403)
+        body = await request.json() if request.can_read_body else {}
+        fields = {name: value for name, value in body.items() if value is not None and name not in _OF_GYM}
+        reason = "no episode is in play, and policy_model judges within one"
+        for order in list(self._orders.values()):
+            url = f"{order['judge_base_url'].removesuffix('/v1')}{request.path}"
+            try:
+                async with self._http.request(request.method, url, json=fields or None) as answer:
+                    if answer.status == _OVER:
+                        continue
+                    status = answer.status if answer.status < 429 else 403
+                    return web.Response(body=await answer.read(), status=status, content_type="application/json")
+            except aiohttp.ClientError as error:
+                reason = f"{type(error).__name__}: {error}"
+        return web.json_response({"error": {"message": reason}}, status=403)
 
 
 class GymPlayer:

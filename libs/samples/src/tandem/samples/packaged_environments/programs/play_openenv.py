@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+RELEASE = (0, 10)
 NOT_INSTALLED = 69
 _START_S = 180.0
 """Longest time that a server may take to start; importing OpenEnv takes ten seconds of a core."""
@@ -78,10 +79,10 @@ class OpenEnvServer:
         _, httpx = import_clients()
         self._http = httpx.AsyncClient(timeout=_HEALTH_S, trust_env=settings["url"] is not None)
 
-    async def start(self, output: Path) -> None:
+    async def start(self, output: Path, *, checks_release: bool = False) -> None:
         """Start it if it is a package's, with its output in a file, and wait until it answers.
 
-        Raises `OpenEnvRefused`.
+        Raises `OpenEnvRefused`; with `checks_release`, for an interpreter with another release of OpenEnv as well.
         """
         if self._settings["package"] is not None:
             with socket.socket() as free:
@@ -92,6 +93,8 @@ class OpenEnvServer:
             words = [python, "-m", "uvicorn", self._settings["package"], "--host", "127.0.0.1", "--port", str(port)]
             path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
             variables = {**os.environ, "PYTHONPATH": path, **self._settings["variables"]}
+            if checks_release:
+                refuse_release(python, variables)
             with output.open("wb") as file:
                 try:
                     self._process = subprocess.Popen(
@@ -153,6 +156,17 @@ class OpenEnvServer:
     def _last_line(self) -> str:
         lines = self._output.read_bytes()[-_LAST_LINES:].decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode if self._process else None}"
+
+
+def refuse_release(python: str, variables: dict[str, str]) -> None:
+    """Raise `OpenEnvRefused` if the interpreter of a server has another release; nothing where it has none."""
+    code = "from importlib import metadata; print(metadata.version('openenv'))"
+    with contextlib.suppress(OSError):
+        ended = subprocess.run([python, "-c", code], env=variables, capture_output=True, text=True)
+        release = ended.stdout.strip()
+        if release and tuple(release.split(".")[:2]) != tuple(map(str, RELEASE)):
+            expected = ".".join(map(str, RELEASE))
+            raise OpenEnvRefused(f"openenv {release} is installed, but {expected} is what can be played here")
 
 
 class EnvironmentSession:
@@ -387,7 +401,7 @@ async def list_problems(settings: dict[str, Any], folder: Path, num: int) -> lis
     """Try the server; return the problems. Raises `OpenEnvRefused`."""
     server = OpenEnvServer(settings)
     try:
-        await server.start(folder / "server.txt")
+        await server.start(folder / "server.txt", checks_release=True)
         choose_form(settings, await server.ask_schema())
     finally:
         await server.close()

@@ -25,6 +25,8 @@ nor the configuration names one."""
 _WATCH_S = 0.5
 """Seconds between two looks at tool servers that all episodes share."""
 _HOSTED = "pinference.ai"
+_POLICY = "policy"
+"""Model of a judge that is the policy itself, where no ``base_url`` is set."""
 
 
 class SettingsRefused(Exception):
@@ -100,12 +102,16 @@ def check(vf: Any, config: Any) -> None:
                 f"env.{name}.runtime to a container, or env.{name}.harness to {{id: null}}"
             )
     for path, judge in _walk(config, JudgeConfig, ""):
-        host = urlsplit(judge.base_url).hostname or ""
-        if host.endswith(_HOSTED) and not os.environ.get(judge.api_key_var):
+        if _is_hosted(judge) and judge.model != _POLICY and not os.environ.get(judge.api_key_var):
             raise SettingsRefused(
                 f"{path} is a judge without base_url: set base_url and model of an endpoint that judges (and "
-                f"api_key_var), or {judge.api_key_var}"
+                f"api_key_var), {judge.api_key_var}, or model: {_POLICY} for the policy itself"
             )
+
+
+def _is_hosted(judge: Any) -> bool:
+    """Tell whether a judge is at the service that verifiers asks by itself."""
+    return (urlsplit(judge.base_url).hostname or "").endswith(_HOSTED)
 
 
 def _walk(node: Any, kind: type, path: str) -> Any:
@@ -193,7 +199,7 @@ class VerifiersPlayer:
         vf = self._vf
         try:
             data = self._task_class.data_type().model_validate(order["problem"]["metadata"]["task"])
-            task = self._task_class(data, self._env.config.taskset.task)
+            task = self._task_class(data, self._name_judges(order))
             # The address has the secret of the episode; no key is needed.
             client = vf.EvalClientConfig(base_url=order["base_url"], api_key_var="TANDEM_NO_KEY")
             episode = await self._env.run_episode(task, vf.ModelContext(model=order["model"], client=client))
@@ -202,6 +208,16 @@ class VerifiersPlayer:
             await self._post(order, "error", f"{type(error).__name__}: {error}")
             return
         await (self._post(order, "error", reward) if isinstance(reward, str) else self._post(order, "reward", reward))
+
+    def _name_judges(self, order: dict[str, Any]) -> Any:
+        """Return the settings of tasks, with the address at which the policy judges in this episode."""
+        from verifiers.v1.configs.judge import JudgeConfig
+
+        config = self._env.config.taskset.task.model_copy(deep=True)
+        for _, judge in _walk(config, JudgeConfig, ""):
+            if judge.model == _POLICY and _is_hosted(judge):
+                judge.base_url, judge.api_key_var = order["judge_base_url"], "TANDEM_NO_KEY"
+        return config
 
     def _describe_reward(self, episode: Any) -> dict[str, Any] | str:
         """Return the reward of the policy's part, or why there is none."""
