@@ -54,7 +54,7 @@ _OVER = 410
 _SPLITS = {"train": ("train", "example"), "validation": ("validation",)}
 """Types of an agent's data sets, by what they are for; the first that has rows counts."""
 _ALMOST = re.compile(r"Almost-Server Detected: '([^']*)'.*?\n  - (.*?)\n\n", re.DOTALL)
-"""What NeMo Gym prints of settings that are nearly a server's; its error has the whole configuration instead."""
+"""NeMo Gym's words on settings that are nearly a server's; its error has the whole configuration instead."""
 _PDEATHSIG = 1
 _PORT_TAKEN = "address already in use"
 _STARTS = 3
