@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,9 +20,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import yaml
 
 from tandem.common.messages import Problem
+from tandem.coordinator.cli import main
 from tandem.samples.batch import SampleBatch
+from tests.harness.runs.running import TINY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import rollout_harness  # type: ignore[import-not-found]
@@ -35,6 +39,79 @@ pytestmark = [
 WAIT_S = 600.0
 MCQA = {"config_paths": ["resources_servers/mcqa/configs/mcqa.yaml"]}
 SETTINGS: dict[str, Any] = {"config": MCQA, "python": PYTHON}
+_RESOURCES = "resources_servers"
+_SWE = "swe_pivot_single_step_tool_use_with_argument_comparison"
+FILES: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
+    "workplace": (
+        ["workplace_assistant/configs/workplace_assistant.yaml"],
+        {"workplace_assistant_simple_agent": {"responses_api_agents": {"simple_agent": {"max_steps": 6}}}},
+        "workplace_assistant_simple_agent",
+        "",
+    ),
+    "math": (
+        ["math_with_judge/configs/math_with_judge.yaml"],
+        {
+            "math_with_judge": {
+                _RESOURCES: {
+                    "math_with_judge": {"judge_model_server": {"name": "policy_model"}, "should_use_judge": False}
+                }
+            }
+        },
+        "math_with_judge_simple_agent",
+        "",
+    ),
+    "swe": (
+        [f"single_step_tool_use_with_argument_comparison/configs/{_SWE}.yaml"],
+        {
+            "single_step_tool_use_with_argument_comparison_swe": {
+                "responses_api_agents": {
+                    "tool_simulation_agent": {
+                        "entrypoint": "app.py",
+                        "resources_server": {"type": _RESOURCES, "name": f"{_SWE}_resources_server"},
+                        "model_server": {"type": "responses_api_models", "name": "policy_model"},
+                    }
+                }
+            }
+        },
+        "single_step_tool_use_with_argument_comparison_swe",
+        "",
+    ),
+    "rlhf": (
+        ["genrm_compare/configs/genrm_compare.yaml"],
+        {
+            "num_gpu_nodes": 1,
+            "genrm_model_name": "own/genrm",
+            "policy_model_reasoning_off": {
+                "responses_api_models": {
+                    "openai_model": {
+                        "entrypoint": "app.py",
+                        "openai_base_url": "http://127.0.0.1:1/v1",
+                        "openai_api_key": "none",
+                        "openai_model": "policy",
+                    }
+                }
+            },
+            "genrm_model": {"responses_api_models": {"genrm_model": {"vllm_serve_kwargs": {"max_num_seqs": 16}}}},
+            "genrm_compare_resources_server": {_RESOURCES: {"genrm_compare": {"num_rollouts_per_prompt": 8}}},
+        },
+        "genrm_simple_agent",
+        "env.nemo_gym: genrm_model: NeMo Gym would serve it on GPUs (genrm_model), which the run has: ",
+    ),
+    "safety": (
+        [
+            "jailbreak_detection/configs/safety_judge_model.yaml",
+            "jailbreak_detection/configs/jailbreak_detection_nemotron_combined_reward_tp8.yaml",
+        ],
+        {
+            "safety_judge_model": {
+                "responses_api_models": {"local_vllm_model": {"vllm_serve_kwargs": {"max_num_seqs": 16}}}
+            }
+        },
+        "jailbreak_detection_simple_agent",
+        "env.nemo_gym: safety_judge_model: function-after -> responses_api_models -> local_vllm_model -> entrypoint: ",
+    ),
+}
+"""Of files of NeMo-RL's, by their keys and values: NeMo Gym's files, its settings, an agent, and what is refused."""
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +246,31 @@ def test_a_server_that_is_killed_costs_nothing_and_none_is_left(tmp_path: Path) 
         for scored, arrays in samples.values():
             assert scored.reward == expect_reward(answer_of(rollout, arrays))
     assert not list_servers()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_nemo_rls_pass_or_are_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, settings, agent, reason = FILES[name]
+    row: dict[str, Any] = {"agent_ref": {"type": "responses_api_agents", "name": agent}}
+    for question, side in enumerate(("train", "validation")):
+        row["responses_create_params"] = {"input": str(question)}
+        Path(f"{side}.jsonl").write_text(json.dumps(row) + "\n")
+    config_paths = [
+        "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
+        *(f"{_RESOURCES}/{path}" for path in paths),
+    ]
+    form = {"dataset_name": "NemoGymDataset", "env_name": "nemo_gym", "processor": "nemo_gym_data_processor"}
+    file = {
+        **TINY,
+        "data": {**{side: {"data_path": f"{side}.jsonl"} for side in ("train", "validation")}, "default": form},
+        "env": {
+            "should_use_nemo_gym": True,
+            "nemo_gym": {"python": PYTHON, "config_paths": config_paths, **settings},
+        },
+    }
+    Path("file.yaml").write_text(yaml.safe_dump(file))
+    code = main(["check", "file.yaml"])
+    said = capsys.readouterr()
+    assert (code == 0) == (not reason), said
+    assert reason in said.err
+    assert not reason or len(said.err.strip().splitlines()) == 1

@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -51,6 +53,8 @@ _OVER = 410
 """Status of a request to an episode that has ended."""
 _SPLITS = {"train": ("train", "example"), "validation": ("validation",)}
 """Types of an agent's data sets, by what they are for; the first that has rows counts."""
+_ALMOST = re.compile(r"Almost-Server Detected: '([^']*)'.*?\n  - (.*?)\n\n", re.DOTALL)
+"""NeMo Gym's words on settings that are nearly a server's; its error has the whole configuration instead."""
 _PDEATHSIG = 1
 _PORT_TAKEN = "address already in use"
 _STARTS = 3
@@ -104,13 +108,17 @@ def read_config(settings: dict[str, Any], policy_port: int, judge_port: int) -> 
         "head_server": {"host": "127.0.0.1", "port": 0},
     }
     initial_settings: dict[Any, Any] = gym_settings | policy
+    printed = io.StringIO()
     try:
-        config = global_config.GlobalConfigDictParser().parse(
-            global_config.GlobalConfigDictParserConfig(
-                initial_global_config_dict=DictConfig(initial_settings), skip_load_from_cli=True
+        with contextlib.redirect_stdout(printed):
+            config = global_config.GlobalConfigDictParser().parse(
+                global_config.GlobalConfigDictParserConfig(
+                    initial_global_config_dict=DictConfig(initial_settings), skip_load_from_cli=True
+                )
             )
-        )
     except (Exception, SystemExit) as error:  # the package's own refusals have many types
+        if faults := _ALMOST.findall(printed.getvalue()):
+            raise GymRefused("; ".join(f"{name}: {' '.join(fault.split())}" for name, fault in faults)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         kind = "" if not isinstance(error, OmegaConfBaseException) else f"{type(error).__name__}: "
         raise GymRefused(kind + " ".join(lines) or type(error).__name__) from error
