@@ -33,6 +33,7 @@ from msgspec.inspect import StructType
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config.checks import find_broken_rules
+from tandem.config.checks.run import check_prerequisite_exists
 from tandem.config.conform import complete_settings, config_type, conform
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escape_interpolations, make_plain
@@ -329,7 +330,7 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | RefusedSe
         config = msgspec.convert(tree, Config)
         unsupported = describe_refusal(config) if to_run else None
         config = fit_megatron(config, to_run=to_run)
-        problems = find_broken_rules(config)
+        problems = find_broken_rules(config, (check_prerequisite_exists,))
         problems.found = [*(find_missing_megatron(config) if to_run else ()), *problems.found]
         problems.complain()
     except InvalidValue as problem:
