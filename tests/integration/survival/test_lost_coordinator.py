@@ -246,15 +246,31 @@ def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
     assert_same_results("run", scored_undisturbed)
 
 
-def test_a_supervised_run_does_without_the_file_of_the_run_that_made_its_model() -> None:
-    config = write_config(merged(RUN, LAUNCHED))
-    settings = yaml.safe_load(config.read_text())
-    before = {"sft": {"max_num_steps": 1, "val_period": 0}, "logger": {"log_dir": "before"}, "data": settings["data"]}
+def add_prerequisite(settings: dict[str, Any], num_steps: int) -> Path:
+    """Write a run of so many steps on texts, and one that begins with its model; return the latter's path."""
+    config = write_config(settings)
+    written = yaml.safe_load(config.read_text())
+    Path("texts.jsonl").write_text(Path("sums.jsonl").read_text())
+    data = {key: value for key, value in written["data"].items() if key not in ("prompt_file", "environment")}
+    before: dict[str, Any] = {
+        "sft": {"max_num_steps": num_steps, "max_num_epochs": 9, "val_period": 0},
+        "logger": {"log_dir": "before"},
+        "checkpointing": {"checkpoint_dir": "before/checkpoints", "save_period": 4, "metric_name": None},
+        "data": {**data, "train_data_path": "texts.jsonl"},
+    }
     names = ("new_model", "model_name", "max_total_sequence_length", "optimizer")
-    before["policy"] = {name: settings["policy"][name] for name in names}
+    before["policy"] = {name: written["policy"][name] for name in names}
     before["policy"] |= {"train_global_batch_size": 16, "train_micro_batch_size": 16}
+    del written["policy"]["new_model"]
+    written["policy"]["model_name"] = f"before/checkpoints/step_{num_steps}/policy"
+    written["prerequisite"] = "before.yaml"
     Path("before.yaml").write_text(yaml.safe_dump(before))
-    config.write_text(yaml.safe_dump({**settings, "prerequisite": "before.yaml"}))
+    config.write_text(yaml.safe_dump(written))
+    return config
+
+
+def test_a_supervised_run_does_without_the_file_of_the_run_that_made_its_model() -> None:
+    config = add_prerequisite(merged(RUN, LAUNCHED), 1)
     with Command("coordinator", "up", config, "--supervise") as run:
         run.wait_for("prerequisite .*: making")
         run.wait_for(r"step 2/6")
@@ -262,6 +278,71 @@ def test_a_supervised_run_does_without_the_file_of_the_run_that_made_its_model()
         config.unlink()
         coordinator_of(run).kill()
         assert run.wait() == 0, run.output()
+    assert [step.step for step in steps_of()] == [*range(1, 7)]
+
+
+@pytest.fixture(scope="module")
+def prepared_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with a prerequisite, which nothing has happened to."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with contextlib.chdir(folder):
+        write_inputs(folder)
+        done = coordinator("up", add_prerequisite(EDITED, 12))
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("change", ["edited", "deleted"])
+def test_a_supervised_run_goes_on_with_its_files_also_from_within_the_prerequisite(
+    change: str, prepared_undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that both runs read is edited or deleted in the prerequisite's first steps, and the coordinator killed.
+
+    So is the next one, as soon as the run itself has begun.
+    """
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    config = add_prerequisite(EDITED, 12)
+    Path("hold").mkdir()
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("step 5/12")
+        if change == "edited":
+            config.write_text(config.read_text().replace("num_prompts_per_step: ", "num_prompts_per_step: 1"))
+            Path("before.yaml").write_text(Path("before.yaml").read_text().replace("size: 16", "size: 8"))
+            for name in ("sums.jsonl", "texts.jsonl"):
+                Path(name).write_text('{"input": "another", "output": "1"}\n')
+            Path("scorer.py").write_text("raise RuntimeError('half an edit')\n")
+            Path("helper.py").write_text("def share(response):\n    return 1.0\n")
+            Path("prompt.txt").write_text("9 9 {}")
+        else:
+            inputs = ("sums.jsonl", "texts.jsonl", "scorer.py", "helper.py", "prompt.txt")
+            for name in (config.name, "before.yaml", *inputs):
+                Path(name).unlink()
+        coordinator_of(run).kill()
+        run.wait_for("the coordinator was killed by SIGKILL; it is started again")
+        wait_until(Path("run/inputs/inputs.json").exists, run.output, died=lambda: run.process.poll() is not None)
+        coordinator_of(run).kill()
+        Path("hold").rmdir()
+        assert run.wait() == 0, run.output()
+    assert_same_results("before", prepared_undisturbed / "before")
+    assert_same_results("run", prepared_undisturbed / "run")
+
+
+def test_a_supervised_restart_that_is_killed_in_its_prerequisite_makes_both_anew() -> None:
+    config = add_prerequisite(merged(RUN, LAUNCHED), 2)
+    assert coordinator("up", config).returncode == 0
+    with read_journal(Path("run")) as journal:
+        earlier = journal.run_id
+    before = yaml.safe_load(Path("before.yaml").read_text())
+    Path("before.yaml").write_text(yaml.safe_dump(merged(before, {"sft": {"seed": 7}})))
+    with Command("coordinator", "up", config, "--supervise", "--restart") as run:
+        run.wait_for("step 1/2")
+        coordinator_of(run).kill()
+        assert run.wait() == 0, run.output()
+    with read_journal(Path("run.1")) as journal:
+        assert journal.run_id == earlier, "set aside"
+    with read_journal(Path("run")) as journal:
+        assert journal.run_id != earlier
     assert [step.step for step in steps_of()] == [*range(1, 7)]
 
 

@@ -104,7 +104,8 @@ class InputManifest(msgspec.Struct, frozen=True, kw_only=True):
 def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: Iterable[str] = ()) -> Path | None:
     """Copy custom code, by module, and data files into a run's folder; return the folder, or None without any.
 
-    Python files beside a module are kept, too: it may import them later. Raises `OSError`.
+    Python files in a module's folder are kept, too: it may import them later. A file that is kept already (`path_of`)
+    is copied from there. Raises `OSError`.
     """
     code = [Path(path) for path in modules.values()]
     beside = [path for folder in {path.parent for path in code} for path in sorted(folder.glob("*.py"))]
@@ -112,13 +113,16 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
     paths = [*code, *beside[:_MOST_SIBLINGS], *run_in_place, *(Path(path).absolute() for path in data)]
     files, stamps, num_bytes = dict[str, str](), dict[str, tuple[int, int]](), 0
     folder = run.absolute() / FOLDER
+    sources = dict[str, str]()
     for path in dict.fromkeys(paths):
-        if irregular(str(path)) is not None or not path.is_file():
+        source = Path(path_of(str(path)))
+        if irregular(str(source)) is not None or not source.is_file():
             continue
-        size = path.stat().st_size
+        size = source.stat().st_size
         if num_bytes + size > MOST_BYTES:
             stamps[str(path)] = _stamp(path)
             continue
+        sources[str(path)] = str(source)
         num_bytes += size
         files[str(path)] = f"{len(files)}-{path.name}"
     if not files and not stamps:
@@ -128,7 +132,7 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
     shutil.rmtree(new_folder, ignore_errors=True)
     new_folder.mkdir()
     for original, name in files.items():
-        shutil.copyfile(original, new_folder / name)
+        shutil.copyfile(sources[original], new_folder / name)
     manifest = InputManifest(modules=dict(modules), files=files, programs=tuple(map(str, run_in_place)), stamps=stamps)
     (new_folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
     shutil.rmtree(folder, ignore_errors=True)

@@ -326,7 +326,7 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | hidden.Re
         config = msgspec.convert(tree, Config)
         unsupported = describe_refusal(config) if to_run else None
         config = megatron.fit_megatron(config, to_run=to_run)
-        problems = checks.find_broken_rules(config)
+        problems = checks.find_broken_rules(config, (checks.run.check_prerequisite_exists,))
         problems.found = [*(megatron.find_missing_megatron(config) if to_run else ()), *problems.found]
         problems.complain()
     except InvalidValue as problem:

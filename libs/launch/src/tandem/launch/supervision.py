@@ -1,6 +1,7 @@
 """Messages between a coordinator and its supervisor, over an inherited socket pair.
 
-    coordinator ─▶ supervisor   `Alive`: a sign of life. `Keep`: a child of the supervisor outlives the coordinator.
+    coordinator ─▶ supervisor   `Alive`: a sign of life. `Begun`: a run's folder has all that the run goes on with.
+                                `Keep`: a child of the supervisor outlives the coordinator.
                                 `Replaced`: processes were replaced. `GoBack`: the newest checkpoint is damaged.
                                 `Final`: another coordinator would end the same way.
     supervisor ─▶ coordinator   `InitialState`, first: what became of the previous one. `ProcessEnd`: how a child ended.
@@ -20,11 +21,14 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
 from tandem.common.errors import TandemError
+from tandem.config import Config, load_config
 from tandem.config.schema import ClusterConfig
 from tandem.launch.child import ForkedChild
 
@@ -41,8 +45,12 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
     within_s: float
     """Longest time until the next sign of life."""
-    is_in_loop: bool = False
-    """Whether the run's loop has sent it: the journal then has the configuration that the run goes on with."""
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The run, or a prerequisite of it, has begun: its folder has its configuration and the files that it reads."""
+
+    folder: str
 
 
 class Replaced(msgspec.Struct, frozen=True, tag=True):
@@ -88,7 +96,7 @@ class ProcessEnd(msgspec.Struct, frozen=True, tag=True):
     """Exit code; negative: the signal that ended it."""
 
 
-FromCoordinator: TypeAlias = Alive | Keep | Replaced | GoBack | Final
+FromCoordinator: TypeAlias = Alive | Begun | Keep | Replaced | GoBack | Final
 to_supervisor: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(FromCoordinator)
 _to_coordinator: msgspec.json.Decoder[InitialState | ProcessEnd] = msgspec.json.Decoder(InitialState | ProcessEnd)
 
@@ -117,9 +125,19 @@ def hear(end: socket.socket) -> bytes:
 class SupervisorConnection:
     """The coordinator's end of the socket pair."""
 
-    def __init__(self, descriptor: int, supervisor: int, cluster: ClusterConfig) -> None:
-        """Take over the socket from `supervisor`, the parent of this process. `cluster` has the time limits."""
+    def __init__(
+        self,
+        descriptor: int,
+        supervisor: int,
+        cluster: ClusterConfig,
+        load_config: Callable[[str], Config] = load_config,
+    ) -> None:
+        """Take over the socket from `supervisor`, the parent of this process. `cluster` has the time limits.
+
+        `load_config` returns the configuration of a prerequisite, by its path.
+        """
         self.pid = supervisor
+        self.load_config = load_config
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(False)
         os.set_inheritable(descriptor, False)
@@ -149,12 +167,16 @@ class SupervisorConnection:
         now = time.monotonic()
         if now >= self._next_sign:
             self._next_sign = now + self._round_s / _SIGNS
-            say(self._socket, Alive(self._round_s, is_in_loop=True))
+            say(self._socket, Alive(self._round_s))
 
     def leave_loop(self) -> None:
         """Make the supervisor expect only that this process lives, not that its loop advances."""
         self._is_in_loop, self._next_sign = False, 0.0
         say(self._socket, Alive(self._start_s))
+
+    def note_begun(self, folder: Path) -> None:
+        """Report that the run of this folder has begun, or goes on: the next coordinator uses what the folder has."""
+        say(self._socket, Begun(str(folder)))
 
     def replaced(self, count: int) -> None:
         """Report replaced processes, which the whole run limits."""

@@ -70,10 +70,20 @@ class Supervisor:
     """A loop that starts one coordinator of a run after another."""
 
     def __init__(
-        self, words: Sequence[str], folder: Path, cluster: ClusterConfig, program: Sequence[str] = _COORDINATOR
+        self,
+        words: Sequence[str],
+        folder: Path,
+        cluster: ClusterConfig,
+        program: Sequence[str] = _COORDINATOR,
+        configs: bytes = b"",
     ) -> None:
-        """`words` follow ``coordinator up``, without those for how it begins. `cluster` holds the limits."""
+        """`words` follow ``coordinator up``, without those for how it begins. `cluster` holds the limits.
+
+        `configs` holds the configurations of the run and its prerequisites, for every coordinator, whatever their
+        files say by then.
+        """
         self._program = program
+        self._configs = configs
         self._words = words
         self._folder = folder
         self._most, self._window_s = cluster.max_replacements, cluster.replacement_window_s
@@ -85,8 +95,8 @@ class Supervisor:
         """Pause before the next coordinator, where one has failed by itself."""
         self._is_final = False
         """Whether the coordinator has reported that another would end in the same way."""
-        self._has_begun = False
-        """Whether a coordinator's loop has gone round, with a configuration that the journal then has."""
+        self._begun: dict[str, None] = {}
+        """Folders of the runs that have begun: of the run's prerequisites, and its own."""
         self._asked: list[int] = []
         """Signals that asked the run to end."""
         self._pid: int | None = None
@@ -128,14 +138,15 @@ class Supervisor:
                 if len(self._replaced_at) >= self._most:
                     break
                 self._replaced_at.append(now)
-                # The run goes on with the configuration that it began with, whatever its file says by now.
-                began_in = ["--began-in", str(self._folder)] if self._has_begun else []
+                # The run goes on with the files that it began with, whatever they say by now.
+                began_in = [word for folder in self._begun for word in ("--began-in", folder)]
                 if self._whole is not None:
                     start_words, self._whole = ["--resume", "--from", str(self._whole), *began_in], None
-                elif (
-                    self._has_begun or "--resume" in start_words or self._run_id() != before
-                ):  # else it died before the run
+                elif str(self._folder) in self._begun or "--resume" in start_words or self._run_id() != before:
                     start_words = ["--resume", *began_in]
+                else:  # it died before the run, or during a prerequisite
+                    begin = [word for word in start_words if word == "--restart"]
+                    start_words = [*begin, *began_in]
                 from_step = f", from the checkpoint of step {start_words[2]}" if "--from" in start_words[1:2] else ""
                 pause_s = self._next_pause_s(now - began) if end.is_its_own else 0.0
                 when = f" in {pause_s:g} s" if pause_s else ""
@@ -144,7 +155,7 @@ class Supervisor:
                     return code if code > 0 else INTERRUPTED
         times = f"; processes were replaced {self._most} times before" if self._most else ""
         print(f"error: the coordinator {end.description}{times} (cluster.max_replacements)", file=sys.stderr)
-        if self._has_begun:
+        if self._begun:
             words = [word for word in self._words if word != f"--unfinished-code={OK}"]
             print(f"continue with: {shlex.join(['coordinator', 'up', *words, '--resume', '--supervise'])}", flush=True)
         return FAILED
@@ -185,16 +196,19 @@ class Supervisor:
 
         ours, theirs = make_socket_pair()
         with ours:
-            with theirs:
+            with theirs, open(os.memfd_create("configurations"), "wb+") as configs:
+                configs.write(self._configs)
+                configs.seek(0)
                 kept_pids = {name: pid for pid, name in self._kept.items()}
                 say(ours, InitialState(reason, kept_pids, tuple(self._replaced_at)))
-                owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
+                owner = ["--configs-fd", str(configs.fileno())]
+                owner += ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
                 with signals.defer_signals():  # then `_pass_on` knows of it
                     # In a group of its own: a signal from the terminal then reaches it once, through this process.
                     process = subprocess.Popen(
                         [*self._program, *self._words, *start_words, *owner],
                         process_group=0,
-                        pass_fds=[theirs.fileno()],
+                        pass_fds=[theirs.fileno(), configs.fileno()],
                     )
                     self._pid = process.pid
             self._within_s, self._silent_s, self._is_final = self._start_s, None, False
@@ -230,21 +244,22 @@ class Supervisor:
 
     def _hear(self, coordinator: socket.socket) -> None:
         """Take the coordinator's messages."""
-        from tandem.launch.supervision import Alive, Final, GoBack, ProcessEnd, Replaced, hear, say, to_supervisor
+        from tandem.launch import supervision
 
-        while message := hear(coordinator):
-            report = to_supervisor.decode(message)
-            if isinstance(report, Alive):
+        while message := supervision.hear(coordinator):
+            report = supervision.to_supervisor.decode(message)
+            if isinstance(report, supervision.Alive):
                 self._within_s, self._alive_by = report.within_s, time.monotonic() + report.within_s
-                self._has_begun |= report.is_in_loop
-            elif isinstance(report, Replaced):
+            elif isinstance(report, supervision.Begun):
+                self._begun[report.folder] = None
+            elif isinstance(report, supervision.Replaced):
                 self._replaced_at += [time.monotonic()] * report.count
-            elif isinstance(report, GoBack):
+            elif isinstance(report, supervision.GoBack):
                 self._whole = report.step
-            elif isinstance(report, Final):
+            elif isinstance(report, supervision.Final):
                 self._is_final = True
             elif report.pid in self._ended:
-                say(coordinator, ProcessEnd(report.pid, self._ended[report.pid][0]))
+                supervision.say(coordinator, supervision.ProcessEnd(report.pid, self._ended[report.pid][0]))
             else:
                 self._kept[report.pid] = report.name
 

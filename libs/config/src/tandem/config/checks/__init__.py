@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem.common.user_code import named
 from tandem.config.checks import adapters, data, generation, loss, megatron, model, numbers, run, sizes, vision
 from tandem.config.engine_kinds import ENGINE_KINDS
@@ -30,14 +32,17 @@ RULES: tuple[Rule, ...] = (
 """Rules for all algorithms, in the order of checking; those of the engine's and the algorithm's declarations follow."""
 
 
-def find_broken_rules(config: Config) -> ProblemCollector:
-    """Return the problems that the rules find, one per key, in order: the first often explains the others."""
+def find_broken_rules(config: Config, of_files: Sequence[Rule] = ()) -> ProblemCollector:
+    """Return the problems that the rules find, one per key, in order: the first often explains the others.
+
+    `of_files` are rules for the time when files are read.
+    """
     problems = ProblemCollector()
     paths = config.declaration.rules
     if config.declaration.rolls_out and config.policy.generation.backend in ENGINE_KINDS:
         paths = (*config.policy.generation.kind.rules, *paths)
     declared_rules: list[Rule] = [rule for path in paths for rule in named(path)]
-    for rule in (*RULES, *declared_rules):
+    for rule in (*RULES, *of_files, *declared_rules):
         try:
             with problems.collected():
                 rule(config)

@@ -194,7 +194,10 @@ def check_validation_data(config: Config) -> None:
 
 
 def check_prerequisite_exists(config: Config) -> None:
-    """Check that the configuration of the earlier run exists."""
+    """Check that the configuration of the earlier run exists.
+
+    It is none of the rules: a run that has begun does without the file.
+    """
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
         raise InvalidValue("prerequisite", f"there is no file {config.prerequisite}")
 
@@ -203,5 +206,4 @@ RULES: tuple[Rule, ...] = (
     check_checkpoints_can_be_ranked,
     *restrict_to_rollouts(check_run_can_be_stopped),
     check_validation_data,
-    check_prerequisite_exists,
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tandem.common import signals
 from tandem.common.errors import FAILED, INTERRUPTED, OK, DamagedCheckpoint, TandemError, is_shortage
-from tandem.config import notices
+from tandem.config import load_config, notices
 
 if TYPE_CHECKING:
     from tandem.common.messages import RewardServer
@@ -128,7 +128,8 @@ def run_without_report(
             from tandem.coordinator.loop.run import run
             from tandem.coordinator.preparing.preflight import preflight
 
-            ready = preflight(source, config, mode, has_rewards=reward_server is not None)
+            load = load_config if supervision is None else supervision.load_config
+            ready = preflight(source, config, mode, has_rewards=reward_server is not None, load=load)
             begun()
             invocation = CommandInvocation(
                 ready=ready,

@@ -100,13 +100,22 @@ class CommandInvocation(msgspec.Struct, frozen=True, kw_only=True):
     """Supervision of this process, if another one takes over when it is lost."""
     reward_server: RewardServer | None = None
     """Address of the Python program that scores samples, if one does."""
+    next_runs: tuple[CheckedConfig, ...] = ()
+    """Runs that this one is a prerequisite of, the next first."""
 
     front_end: FrontEnd | None = None
     """The front end that drives the run; None if its algorithm does."""
 
     def of_prerequisite(self, prerequisite: CheckedConfig, mode: Mode) -> CommandInvocation:
         """Return the invocation of the run that comes before, which continues from its own progress."""
-        return msgspec.structs.replace(self, ready=prerequisite, mode=mode, from_step=None, front_end=None)
+        return msgspec.structs.replace(
+            self,
+            ready=prerequisite,
+            mode=mode,
+            from_step=None,
+            front_end=None,
+            next_runs=(self.ready, *self.next_runs),
+        )
 
 
 class OpenedResources(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,26 +219,39 @@ def _begin_evaluations(
 def _keep_inputs(invocation: CommandInvocation) -> None:
     """Keep the files that services, and a supervised run's next coordinator, read again: the user may edit them.
 
-    A coordinator that takes the place of another uses those that are kept.
+    A coordinator that takes the place of another uses those that are kept. A supervised prerequisite keeps the files
+    of the runs that come after it, too, and they go on with these.
     """
     ready, supervision = invocation.ready, invocation.supervision
-    if supervision is not None and supervision.begun.why and kept_inputs.VARIABLE in os.environ:
-        return
     run = Path(ready.config.logger.log_dir)
     before = run.absolute() / kept_inputs.FOLDER
-    if invocation.mode == "resume" and (line := kept_inputs.describe_change(before)):
-        invocation.say(f"note: custom code has changed since the run was last started: {line}")
-    data = (
-        []
-        if supervision is None
-        else [*list_prompt_files(ready.config), *(path for _, path in list_data_files(ready.config))]
-    )
-    os.environ.pop(kept_inputs.VARIABLE, None)
+    is_kept = supervision is not None and os.environ.get(kept_inputs.VARIABLE) == str(before)
+    if not is_kept:
+        if invocation.mode == "resume" and (line := kept_inputs.describe_change(before)):
+            invocation.say(f"note: custom code has changed since the run was last started: {line}")
+        _copy_inputs(invocation, run)
+    if supervision is not None:
+        supervision.note_begun(run)
+
+
+def _copy_inputs(invocation: CommandInvocation, run: Path) -> None:
+    """Copy the files into the run's folder, and have processes that start later use these."""
+    supervision = invocation.supervision
+    kept_runs = (invocation.ready, *(() if supervision is None else invocation.next_runs))
+    modules = {name: path for each in reversed(kept_runs) for name, path in each.modules.items()}
+    programs = [path for each in kept_runs for path in _agent_programs(each.config)]
+    data = []
+    if supervision is None:
+        os.environ.pop(kept_inputs.VARIABLE, None)
+    else:
+        for each in kept_runs:
+            data += [*list_prompt_files(each.config), *(path for _, path in list_data_files(each.config))]
     try:
-        folder = kept_inputs.keep(run, ready.modules, data, _agent_programs(ready.config))
+        folder = kept_inputs.keep(run, modules, data, programs)
     except OSError as error:
         invocation.say(f"note: files that the run reads are not kept, so leave them as they are: {error.strerror}")
         return
+    os.environ.pop(kept_inputs.VARIABLE, None)
     if folder is not None:
         os.environ[kept_inputs.VARIABLE] = str(folder)
 

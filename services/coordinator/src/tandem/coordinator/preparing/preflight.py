@@ -106,18 +106,24 @@ MakeAlgorithm = Callable[[Config, Tokenizer], RunningAlgorithm]
 
 
 def preflight(
-    source: str, config: Config, mode: Mode, *, has_rewards: bool = False, make: MakeAlgorithm = make_algorithm
+    source: str,
+    config: Config,
+    mode: Mode,
+    *,
+    has_rewards: bool = False,
+    make: MakeAlgorithm = make_algorithm,
+    load: Callable[[str], Config] = load_config,
 ) -> CheckedConfig:
     """Check a run, and the one before it if that will run, and load its data.
 
     `has_rewards` says whether a Python program scores samples with functions of its own. `make` makes the algorithm of
-    the run, with its data.
+    the run, with its data. `load` returns the configuration of a prerequisite, by its path.
 
     Raises:
         TandemError: the problem; if there are several, a `ConfigError` that has them all.
     """
     with tempfile.TemporaryDirectory() as folder, gc_tuning.pause_collection():  # tokenizers and datasets import much
-        ready, _ = _look_through(source, config, mode, Path(folder), (), make)
+        ready, _ = _look_through(source, config, mode, Path(folder), (), make, load)
     if not has_rewards:
         _refuse_rewards_of_a_program(ready)
     return ready
@@ -142,17 +148,20 @@ def _look_through(
     mode: Mode,
     scratch: Path,
     wanted_by: tuple[str, ...],
-    make: MakeAlgorithm = make_algorithm,
+    make: MakeAlgorithm,
+    load: Callable[[str], Config],
 ) -> tuple[CheckedConfig, Tokenizer]:
     make_importable(source)
     earlier: tuple[CheckedConfig, Tokenizer] | None = None
     if (path := config.prerequisite) is not None:
         if path in wanted_by:
             raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a cycle")
-        its_config = load_config(path)
+        its_config = load(path)
         if has_begun(its_config) or needed_models.list_missing_models(config):
             (scratch / "earlier").mkdir()
-            earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
+            earlier = _look_through(
+                path, its_config, mode, scratch / "earlier", (*wanted_by, path), make_algorithm, load
+            )
     problems: list[TandemError] = []
     announced = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
     with import_apart(config, scratch, config.cluster.deadlines.join_s) as own_code:
