@@ -11,12 +11,15 @@ import pytest
 from safetensors.torch import load_file
 
 from tandem.samples import sample_files
+from tests.harness.processes import slow_trainer
+from tests.harness.processes.slow_trainer import training_file
 from tests.harness.runs.by_hand import MEGATRON_TP2, undisturbed_run
 from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     Command,
     coordinator,
     deterministic,
+    joins,
     merged,
     steps_of,
     wait_until,
@@ -79,21 +82,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(recorded: Path) -> str:
     """Copy that folder to the working directory; return the run's."""
     shutil.copytree(recorded, ".", dirs_exist_ok=True, symlinks=True)
-    return "run"
-
-
-@pytest.fixture(scope="module")
-def recorded_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with a run of so many steps that a replay of it does not end before it is hit."""
-    folder = tmp_path_factory.mktemp("recorded_long")
-    undisturbed_run(folder, merged(EVERYTHING, {"grpo": {"max_num_steps": 60, "val_period": 0}}))
-    return folder
-
-
-@pytest.fixture
-def long_run(recorded_long: Path) -> str:
-    """Copy that folder to the working directory; return the run's."""
-    shutil.copytree(recorded_long, ".", dirs_exist_ok=True, symlinks=True)
     return "run"
 
 
@@ -193,18 +181,23 @@ def test_other_options_are_an_experiment_with_a_folder_of_its_own(run: str) -> N
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, long_run: str) -> None:
-    with Command("coordinator", "replay", long_run, "checkpointing.save_period=1") as replay:
-        replay.wait_for(r"step 2/60")
-        replay.signal(how)
-        assert replay.wait() == (130 if how is signal.SIGINT else -9)
+def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, run: str) -> None:
+    training_file(3).touch()
+    with Command("coordinator", "replay", run, "checkpointing.save_period=1", "cluster.launch.trainers=0") as replay:
+        address = replay.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command(slow_trainer.__name__, *joins(address, "run-replay")):
+            replay.wait_for(r"step 2/4")
+            replay.signal(how)
+            if how is signal.SIGINT:
+                replay.wait_for("interrupted: finishing")
+            training_file(3).unlink()
+            assert replay.wait() == (130 if how is signal.SIGINT else -9)
         if how is signal.SIGINT:
             assert "interrupted; continue with: coordinator replay run-replay --resume" in replay.output()
-    steps = steps_of("run-replay")
-    assert steps[-1].step < 60, "it was stopped in time"
-    resumed = coordinator("replay", "run-replay", "--resume")
+    assert steps_of("run-replay")[-1].step < 4, "it was stopped in time"
+    resumed = coordinator("replay", "run-replay", "--resume", "cluster.launch=all")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "weights are equal to the bit to those of step 60 of run" in resumed.stdout
+    assert "weights are equal to the bit to those of step 4 of run" in resumed.stdout
     assert_equal("run-replay")
 
 

@@ -89,7 +89,7 @@ def test_a_run_whose_reward_model_is_killed_and_that_is_resumed_is_the_same_to_t
         below = rollout.children(recursive=True)
         run.process.kill()
         run.process.wait(60)
-        assert not psutil.wait_procs(below, timeout=30)[1], "nothing is left behind"
+        assert not psutil.wait_procs(below, timeout=60)[1], "nothing is left behind"
     resumed = coordinator("up", write_config(SCORED), "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     pairs = zip(steps_of("run"), steps_of(whole / "run"), strict=True)

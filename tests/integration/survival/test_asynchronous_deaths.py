@@ -17,6 +17,7 @@ from tests.harness import leaks
 from tests.harness.processes.held_processes import at_file, hold_file
 from tests.harness.runs.asynchronous_runs import ASYNCHRONOUS, TALKING, as_ppo, check_steps, held_run
 from tests.harness.runs.by_hand import MEGATRON_TP2
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     BIN,
     Awake,
@@ -40,15 +41,17 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_does_every_step(over: 
     config = merged(merged(ASYNCHRONOUS, over), {"grpo": {"max_num_steps": 40}, "checkpointing": {"save_period": 5}})
     if algorithm == "ppo":
         config = as_ppo(config)
+    for score in (81, 201):  # beside so many steps, of what engines may do by then, and do again
+        hold(score)
     with Command("coordinator", "up", write_config(config)) as run:
         for step in (2, 5):
-            run.wait_for(f"step {step}/40")
-            time.sleep(random.Random(step).uniform(0.0, 0.1))  # a fast machine must not be done before
+            await_hold(run, f"step {step}/40")
             children = run.children()
             process_of(run, "rollout", step % 2).kill()
+            go_on()
             wait_until(lambda: run.output().count("another is launched") == 1 + (step > 2), run.output)  # noqa: B023
         assert run.wait() == 0, run.output()
-        assert all_gone(children, 5.0) == []
+        assert all_gone(children, 30.0) == []
     check_steps("run", age=1, num_steps=40)
     assert leaks.segments_left(before) == set()
 
@@ -72,8 +75,8 @@ def test_kill_9_of_who_may_not_be_replaced_ends_the_run_and_it_goes_on_from_its_
                 process_of(run, kind).kill()
                 assert run.wait() == 1
                 assert re.search(rf"error: {kind}-0 failed while .*: killed by SIGKILL", run.output()), run.output()
-            assert all_gone(children, 5.0) == []
-            assert since_killed.seconds() < 10.0
+            assert all_gone(children, 30.0) == []
+            assert since_killed.seconds() < 30.0
         assert leaks.segments_left(before) == set()
         done = steps_of()[-1].step
         assert [step.step for step in steps_of()] == list(range(1, done + 1))
@@ -93,7 +96,7 @@ def test_all_processes_are_asked_to_end_while_engines_generate_beside_a_step() -
         children = run.children()
         os.killpg(run.process.pid, signal.SIGTERM)
         assert run.wait() == 130, run.output()
-        assert all_gone(children, 5.0) == []
+        assert all_gone(children, 30.0) == []
     done = steps_of()[-1].step
     assert Path(f"run/checkpoints/step_{done}").exists(), run.output()
     assert leaks.segments_left(before) == set()
@@ -115,7 +118,7 @@ def test_an_interrupt_in_any_phase_saves_and_the_run_goes_on_from_there() -> Non
             run.wait_for("interrupted: finishing or abandoning the step")
             hold_file(point).unlink()
             assert run.wait() == 130, run.output()
-            assert all_gone(children, 5.0) == []
+            assert all_gone(children, 30.0) == []
         steps = [step.step for step in steps_of()]
         assert steps == list(range(1, len(steps) + 1)), point
         assert Path(f"run/checkpoints/step_{steps[-1]}").exists(), point

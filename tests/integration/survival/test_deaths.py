@@ -77,7 +77,7 @@ def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_the
         run.wait_for("interrupted: finishing")
         go_on()
         assert run.wait() == 130, run.output()
-        assert all_gone(everyone, 5.0) == []
+        assert all_gone(everyone, 30.0) == []
     done = steps_of()[-1].step
     assert done < 40
     assert f"interrupted; continue with: coordinator up {config} --resume" in run.output()
@@ -105,7 +105,7 @@ def test_a_terminal_that_closes_has_the_run_saved() -> None:
         children = psutil.Process(run.pid).children(recursive=True)
         os.close(ours)
         assert run.wait(TIMEOUT_S) == 130
-        assert all_gone(children, 5.0) == []
+        assert all_gone(children, 30.0) == []
     assert Path(f"run/checkpoints/step_{steps_of()[-1].step}").exists()
 
 
@@ -165,7 +165,7 @@ def test_an_interrupt_before_the_first_step_is_no_error_either(number: signal.Si
 def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -> None:
     first = {
         "algorithm": "sft",
-        "sft": {"max_num_steps": 200, "max_num_epochs": 100, "val_period": 0, "seed": 1},
+        "sft": {"max_num_steps": 500, "max_num_epochs": 1000, "val_period": 0, "seed": 1},
         "checkpointing": {"metric_name": "loss"},
         "logger": {"log_dir": "sft_run"},
     }
@@ -175,16 +175,16 @@ def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -
         "policy": {"model_name": "sft_run/checkpoints/latest/policy", "new_model": None},
     }
     with Command("coordinator", "up", write_config(then), "grpo.max_num_steps=1") as run:
-        run.wait_for("step 3/200")
+        run.wait_for("step 3/500")
         run.signal(signal.SIGINT)
         assert run.wait() == 130, run.output()
         _, _, said = run.output().strip().rpartition("continue with: coordinator ")
     done = steps_of("sft_run")[-1].step
-    assert done < 200
+    assert done < 500
     resumed = coordinator(*shlex.split(said))
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming at step {done + 1}" in resumed.stdout
-    assert steps_of("sft_run")[-1].step == 200
+    assert steps_of("sft_run")[-1].step == 500
     assert [step.step for step in steps_of()] == [1]
 
 
@@ -215,9 +215,9 @@ def test_kill_9_of_a_service_that_may_not_be_replaced_ends_the_run_with_its_name
         since_killed = Awake()
         victim.kill()
         assert run.wait() == 1
-        assert since_killed.seconds() < 10.0
+        assert since_killed.seconds() < 30.0
         assert re.search(rf"error: {kind}-\d failed while .*: killed by SIGKILL", run.output()), run.output()
-        assert all_gone([c for c in children if c != victim], 5.0) == []
+        assert all_gone([c for c in children if c != victim], 30.0) == []
 
 
 FORTY = {

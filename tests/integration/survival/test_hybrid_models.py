@@ -12,6 +12,7 @@ import transformers
 from tandem.config.schema import NewModel
 from tandem.samples.model_files import write_new_model
 from tests.harness.runs.by_hand import assert_same_results, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import Command, process_of, steps_of, write_config
 
 STEPS = 20
@@ -65,9 +66,11 @@ def test_training_and_generation_agree_on_a_model_with_states(undisturbed: Path)
 
 @pytest.mark.parametrize("kind", ["rollout", "trainer"])
 def test_kill_9_changes_nothing_but_the_time_it_takes(kind: str, settings: dict[str, Any], undisturbed: Path) -> None:
+    hold(at=49)
     with Command("coordinator", "up", write_config(settings | {"checkpointing": {"save_period": 2}})) as run:
-        run.wait_for(f"step 3/{STEPS}")
+        await_hold(run, f"step 3/{STEPS}")
         process_of(run, kind).kill()
+        go_on()
         assert run.wait() == 0, run.output()
     assert "killed by SIGKILL" in run.output()
     assert_same_results("run", undisturbed)

@@ -100,18 +100,18 @@ def test_an_asynchronous_run_goes_on_without_the_trainer_that_is_lost() -> None:
 def test_supervised_training_goes_on_without_the_trainer_that_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
     supervised = {
         "algorithm": "sft",
-        "sft": {"max_num_steps": 40, "max_num_epochs": 100, "val_period": 0, "seed": 1},
+        "sft": {"max_num_steps": 200, "max_num_epochs": 100, "val_period": 0, "seed": 1},
         "checkpointing": {"metric_name": "loss", "save_period": 4},
     }
     undisturbed = undisturbed_run(tmp_path_factory.mktemp("undisturbed"), supervised)
     with Command("coordinator", "up", write_config(supervised)) as run:
-        run.wait_for("step 6/40")
+        run.wait_for("step 6/200")
         process_of(run, "trainer").kill()
         run.wait_for("trainer-0 is lost: killed by SIGKILL.* from the checkpoint ")
         assert run.wait() == 0, run.output()
     assert_same_results("run", undisturbed)
     with read_journal(Path("run")) as journal:
-        assert {step.step for step in journal.superseded_steps()} <= set(range(5, 41))
+        assert {step.step for step in journal.superseded_steps()} <= set(range(5, 201))
         assert any(text.startswith("trainer-0 is lost: ") for _, _, text in journal.events())
 
 

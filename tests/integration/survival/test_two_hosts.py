@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import pytest
 from tests.harness.processes import damaged_rollout
 from tests.harness.runs import hosts_harness
 from tests.harness.runs.by_hand import assert_same_results, in_folder, last_weights, refits_of, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.hosts_harness import CONFIG, NUM_STEPS, on_two_hosts
-from tests.harness.runs.running import Command, all_gone, coordinator, merged, process_of
+from tests.harness.runs.running import Awake, Command, all_gone, coordinator, merged, process_of
 
 namespaces = hosts_harness.hosts
 other_host = hosts_harness.other_host
@@ -98,13 +98,15 @@ def test_engines_that_are_killed_are_replaced_over_new_connections(
     other_host: tuple[str, ...], one_host_two_of_each: Path
 ) -> None:
     """One dies in a refit, where the other was to get half of the version from it; the other while they generate."""
+    hold(at=65)  # beside three steps, of what the first may have had
     with on_two_hosts(TWO_OF_EACH, other_host, damages=["2:dies"]) as (run, engines, words):
         assert engines[0].wait() == -signal.SIGKILL
         run.wait_for(r"rollout-\d is lost: .*; start another: rollout --coordinator")
         with Command(*words) as another:
-            run.wait_for(f"step 3/{NUM_STEPS}")
+            await_hold(run, f"step 3/{NUM_STEPS}")
             engines[1].signal(signal.SIGKILL)
             run.wait_for(r"is lost: [^$]*rollout-\d is lost: ")
+            go_on()
             with Command(*words) as one_more:
                 assert run.wait() == 0, run.output()
                 assert another.wait() == one_more.wait() == 0
@@ -116,13 +118,13 @@ def test_a_trainer_that_is_killed_is_named_within_seconds(other_host: tuple[str,
     with on_two_hosts(over, other_host) as (run, engines, _):
         run.wait_for("step 2/1000")
         children = run.children()
-        killed_at = time.monotonic()
+        since_killed = Awake()
         process_of(run, "trainer").kill()
         assert run.wait() == 1
         assert re.search(r"error: trainer-0 failed while .*: killed by SIGKILL", run.output()), run.output()
         assert engines[0].wait() == 0
-        assert time.monotonic() - killed_at < 10.0
-        assert all_gone(children, 5.0) == []
+        assert since_killed.seconds() < 30.0
+        assert all_gone(children, 30.0) == []
 
 
 def test_a_run_over_a_cable(namespaces: dict[str, str], other_host: tuple[str, ...], one_host: Path) -> None:
