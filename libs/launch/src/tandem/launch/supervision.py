@@ -1,6 +1,6 @@
 """Messages between a coordinator and its supervisor, over an inherited socket pair.
 
-    coordinator ─▶ supervisor   `Alive`: a sign of life. `Begun`: a run's folder has all that the run goes on with.
+    coordinator ─▶ supervisor   `Alive`: a sign of life. `BegunRun`: the folder of a run has all that it reads.
                                 `Keep`: a child of the supervisor outlives the coordinator.
                                 `Replaced`: processes were replaced. `GoBack`: the newest checkpoint is damaged.
                                 `Final`: another coordinator would end the same way.
@@ -47,7 +47,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Longest time until the next sign of life."""
 
 
-class Begun(msgspec.Struct, frozen=True, tag=True):
+class BegunRun(msgspec.Struct, frozen=True, tag=True):
     """The run, or a prerequisite of it, has begun: its folder has its configuration and the files that it reads."""
 
     folder: str
@@ -96,7 +96,7 @@ class ProcessEnd(msgspec.Struct, frozen=True, tag=True):
     """Exit code; negative: the signal that ended it."""
 
 
-FromCoordinator: TypeAlias = Alive | Begun | Keep | Replaced | GoBack | Final
+FromCoordinator: TypeAlias = Alive | BegunRun | Keep | Replaced | GoBack | Final
 to_supervisor: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(FromCoordinator)
 _to_coordinator: msgspec.json.Decoder[InitialState | ProcessEnd] = msgspec.json.Decoder(InitialState | ProcessEnd)
 
@@ -175,8 +175,8 @@ class SupervisorConnection:
         say(self._socket, Alive(self._start_s))
 
     def note_begun(self, folder: Path) -> None:
-        """Report that the run of this folder has begun, or goes on: the next coordinator uses what the folder has."""
-        say(self._socket, Begun(str(folder)))
+        """Report that the run of this folder has begun: the next coordinator uses what the folder has."""
+        say(self._socket, BegunRun(str(folder)))
 
     def replaced(self, count: int) -> None:
         """Report replaced processes, which the whole run limits."""

@@ -138,7 +138,7 @@ class Supervisor:
                 if len(self._replaced_at) >= self._most:
                     break
                 self._replaced_at.append(now)
-                # The run goes on with the files that it began with, whatever they say by now.
+                # The run continues with the files that it began with, whatever they say by now.
                 began_in = [word for folder in self._begun for word in ("--began-in", folder)]
                 if self._whole is not None:
                     start_words, self._whole = ["--resume", "--from", str(self._whole), *began_in], None
@@ -250,7 +250,7 @@ class Supervisor:
             report = supervision.to_supervisor.decode(message)
             if isinstance(report, supervision.Alive):
                 self._within_s, self._alive_by = report.within_s, time.monotonic() + report.within_s
-            elif isinstance(report, supervision.Begun):
+            elif isinstance(report, supervision.BegunRun):
                 self._begun[report.folder] = None
             elif isinstance(report, supervision.Replaced):
                 self._replaced_at += [time.monotonic()] * report.count

@@ -125,7 +125,7 @@ def pack_configs(path: str, config: Config) -> bytes:
 
 
 class SupervisedConfigs:
-    """Configurations that a supervised run goes on with, whatever their files say by now.
+    """Configurations that a supervised run continues with, whatever their files say by now.
 
     They are those that the supervisor has read, until a run has begun; then the run's folder has its own. Files that
     its runs read are those that it began with, too.
@@ -141,8 +141,8 @@ class SupervisedConfigs:
 
     def load(self, path: str, overrides: Sequence[str] = ()) -> Config:
         """Return the configuration that was read from a file. Raises `ConfigError`."""
-        known = self._configs.get(path)
-        config = load_config(path, overrides) if known is None else config_from_json(known.encode())
+        packed = self._configs.get(path)
+        config = load_config(path, overrides) if packed is None else config_from_json(packed.encode())
         begun = Path(config.logger.log_dir)
         return (_began_with(begun) or config) if begun in self._begun else config
 

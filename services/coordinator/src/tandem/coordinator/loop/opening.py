@@ -220,7 +220,7 @@ def _keep_inputs(invocation: CommandInvocation) -> None:
     """Keep the files that services, and a supervised run's next coordinator, read again: the user may edit them.
 
     A coordinator that takes the place of another uses those that are kept. A supervised prerequisite keeps the files
-    of the runs that come after it, too, and they go on with these.
+    of the runs that come after it, too, and they read these.
     """
     ready, supervision = invocation.ready, invocation.supervision
     run = Path(ready.config.logger.log_dir)
@@ -238,14 +238,14 @@ def _copy_inputs(invocation: CommandInvocation, run: Path) -> None:
     """Copy the files into the run's folder, and have processes that start later use these."""
     supervision = invocation.supervision
     kept_runs = (invocation.ready, *(() if supervision is None else invocation.next_runs))
-    modules = {name: path for each in reversed(kept_runs) for name, path in each.modules.items()}
-    programs = [path for each in kept_runs for path in _agent_programs(each.config)]
+    modules = {name: path for checked in reversed(kept_runs) for name, path in checked.modules.items()}
+    programs = [path for checked in kept_runs for path in _agent_programs(checked.config)]
     data = []
     if supervision is None:
         os.environ.pop(kept_inputs.VARIABLE, None)
     else:
-        for each in kept_runs:
-            data += [*list_prompt_files(each.config), *(path for _, path in list_data_files(each.config))]
+        for checked in kept_runs:
+            data += [*list_prompt_files(checked.config), *(path for _, path in list_data_files(checked.config))]
     try:
         folder = kept_inputs.keep(run, modules, data, programs)
     except OSError as error:
