@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import re
 import threading
 import time
 import traceback
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tandem.config import Config, build_config
 from tandem.config.placement import find_model_group
@@ -156,6 +158,15 @@ STATEFUL: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": {"model_type": "qwen3_5_text", **_SMALL, **_DELTA_NET},
+    "qwen3_5_moe_text": {
+        "model_type": "qwen3_5_moe_text",
+        **_SMALL,
+        **_DELTA_NET,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
     "falcon_h1": {"model_type": "falcon_h1", **_SMALL, "head_dim": 8, **_MAMBA},
     "nemotron_h": {
         "model_type": "nemotron_h",
@@ -272,6 +283,41 @@ def make_model(
                 buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(folder)
     return folder
+
+
+def add_mtp_layers(folder: Path, num: int = 1) -> list[str]:
+    """Add multi-token prediction layers to a model's files, like its last layer; return the names of their tensors.
+
+    They have the names of Qwen3-Next and Qwen3.5, or else of DeepSeek-V3 and GLM-4.5, with copies of the embedding and
+    the output layer.
+    """
+    settings = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    text = settings.get("text_config", settings)
+    num_layers, size = text["num_hidden_layers"], text["hidden_size"]
+    of_layer = re.compile(rf"^model\.(?:language_model\.)?layers\.{num_layers - 1}\.")
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    added: dict[str, torch.Tensor] = {}
+    for number in range(num):
+        prefix, fc, before, after = "mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_", "mtp.norm"
+        enorm, hnorm = f"{before}embedding", f"{before}hidden"
+        if not text["model_type"].startswith(("qwen3_next", "qwen3_5")):
+            prefix = f"model.layers.{num_layers + number}."
+            fc, enorm, hnorm, after = (f"{prefix}{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+            added[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            added[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        added |= {f"{norm}.weight": 1.0 + noise(size) for norm in (enorm, hnorm, after)}
+        added[f"{fc}.weight"] = noise(size, 2 * size)
+        for name, tensor in tensors.items():
+            if of_layer.search(name):
+                added[of_layer.sub(prefix, name)] = tensor + noise(*tensor.shape)
+    save_file(tensors | added, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": num}))
+    return [*added]
 
 
 def make_config(

@@ -101,7 +101,11 @@ MOOT = (
     MootKey(
         "policy.megatron_cfg.moe_grouped_gemm", (None, True), "experts are multiplied at once wherever they can be"
     ),
-    MootKey("policy.megatron_cfg.mtp_num_layers", (None, 0), "layers that predict later tokens are not built or saved"),
+    MootKey(
+        "policy.megatron_cfg.mtp_num_layers",
+        (None, 0),
+        "Megatron-Core does not train these layers here: policy.mtp does",
+    ),
     MootKey("policy.megatron_cfg.train_iters", (None,), "scheduler.lr_decay_iters and the run's length decide"),
     MootKey("policy.megatron_cfg.track_moe_metrics", (None, False), "step metrics do not cover experts"),
     MootKey("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),

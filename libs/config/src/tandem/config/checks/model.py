@@ -8,8 +8,9 @@ from tandem.common.errors import nearest
 from tandem.config.derive import compute_warmup_length, make_linear_warmup
 from tandem.config.installed.model_fields import list_model_fields
 from tandem.config.installed.torch_arguments import find_torch_problems
-from tandem.config.models.families import VLLM_READS
+from tandem.config.models.families import MTP, VLLM_READS
 from tandem.config.models.model_sizes import read_max_positions, read_model_config
+from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, ProblemCollector, Rule, shown
 from tandem.config.schema import Config, SchedulerEntry
 
@@ -141,7 +142,38 @@ def check_sequences_fit_model(config: Config) -> None:
         )
 
 
+_MTP = "policy.mtp.num_layers"
+
+
+def check_mtp_can_be_trained(config: Config) -> None:
+    """Check that layers of multi-token prediction are trained where their module is known."""
+    policy, num = config.policy, config.policy.mtp.num_layers
+    if not num:
+        return
+    settings = policy.dtensor_cfg
+    features = {
+        "policy.megatron_cfg.enabled": policy.megatron_cfg.enabled,
+        "policy.new_model, which has no such layers": policy.new_model is not None,
+        "adapters": policy.adapters is not None,
+        "policy.dequantize_base_checkpoint": policy.dequantize_base_checkpoint,
+        "policy.compile": policy.compile,
+        "policy.router_replay.enabled": policy.router_replay.enabled,
+        "policy.dtensor_cfg.tensor_parallel_size above 1": settings.tensor_parallel_size > 1,
+        "policy.dtensor_cfg.context_parallel_size above 1": settings.context_parallel_size > 1,
+        "a vision model": family_of(policy) is not None,
+        f"{config.declaration.title}": config.declaration.learns_preferences or not config.declaration.loss,
+    }
+    for feature, is_on in features.items():
+        if is_on:
+            raise InvalidValue(_MTP, f"{num}, which cannot be combined with {feature}")
+    model = read_model_config(policy) or {}
+    model_type = model.get("text_config", model).get("model_type")
+    if model_type is not None and model_type not in MTP:
+        raise InvalidValue(_MTP, f"{num}, but these layers are known of {', '.join(MTP)}, not of {model_type}")
+
+
 RULES: tuple[Rule, ...] = (
+    check_mtp_can_be_trained,
     check_backend_is_enabled,
     check_optimizer_is_named,
     check_optimizer_is_torchs,

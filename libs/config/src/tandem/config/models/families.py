@@ -17,6 +17,9 @@ MEGATRON_VISION = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 MEGATRON_ADAPTERS = tuple(family for family in MEGATRON if family != "deepseek_v3")
 """Families among them with linear layers for low-rank adapters; latent attention has other layers."""
 
+MTP = ("deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Families whose multi-token prediction layers the DTensor backend trains."""
+
 VLLM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "glm4_moe")
 """Families with tables of their parameters in vLLM; of others its loader says where everything lies."""
 

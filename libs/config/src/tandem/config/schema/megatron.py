@@ -133,7 +133,8 @@ class MegatronCfg(ConfigSection, frozen=True, kw_only=True):
     moe_grouped_gemm: bool | None = None
     """Accepted: whether a rank's experts are multiplied in one call. They are wherever possible."""
     mtp_num_layers: NonNegativeInt | None = None
-    """Accepted: layers that predict the tokens after the next one. None are built, trained or saved."""
+    """Accepted: layers that predict the tokens after the next one. They are not trained with this backend, but with
+    `policy.mtp`; exports have them as they came."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.0
     """Accepted: weight of their loss."""
     mtp_use_repeated_layer: bool = False

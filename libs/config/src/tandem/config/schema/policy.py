@@ -213,6 +213,24 @@ class RouterReplayConfig(ConfigSection, frozen=True, kw_only=True):
     experts on."""
 
 
+class MtpConfig(ConfigSection, frozen=True, kw_only=True):
+    """Training of the checkpoint's layers that predict the tokens after the next one, with FSDP2.
+
+    NeMo-RL has these settings with Megatron-Core alone, as ``policy.megatron_cfg.mtp_*``.
+    """
+
+    num_layers: NonNegativeInt = 0
+    """New. Layers to train with the policy: the first of the checkpoint's, of which each predicts one token further.
+    0 trains none, and exports have all of them as they came."""
+    loss_scaling_factor: NonNegativeFloat = 0.1
+    """New. Weight of the mean of their losses, added to the policy's loss."""
+    use_repeated_layer: bool = False
+    """New. Apply the first of the checkpoint's layers `num_layers` times instead."""
+    detach_heads: bool = False
+    """New. Let their loss have no gradient in the policy: its layers, embedding and output layer. Their gradients are
+    then clipped apart, and the policy is trained as it is without them."""
+
+
 class RewardModelCfg(ConfigSection, frozen=True, kw_only=True):
     """A head with one output instead of the one that predicts tokens."""
 
@@ -334,4 +352,5 @@ class PolicyConfig(ModelConfig, frozen=True, kw_only=True):
     """Sequences that an engine decodes at once, unless the engine's own section has another number."""
     is_vlm: bool | None = None
     """Accepted: whether the model sees. Its config.json says so."""
+    mtp: MtpConfig = MtpConfig()
     generation: GenerationConfig

@@ -444,6 +444,13 @@ class Config(ConfigSection, frozen=True, kw_only=True):
         return int(getattr(self.algorithm_section, "topk_logits_k", 0))
 
     @cached_property
+    def loss_maker(self) -> str | None:
+        """Dotted path of what makes the policy's loss in place of the algorithm's declaration; None without it."""
+        if self.policy.mtp.num_layers:
+            return "tandem.trainer.losses.mtp.MtpLoss"
+        return None if self.loss_fn.class_path is None else "tandem.trainer.losses.custom.CustomLoss"
+
+    @cached_property
     def learns_entropy(self) -> bool:
         """Whether the gradient of the policy's loss includes that of its entropy."""
         loss = self.loss_fn

@@ -20,6 +20,10 @@ def make_backend(config: Config, *, checkpoint: Path | None, model_group: ModelG
     section = config.settings_of(name)
     # Imported on use: each takes seconds, and Megatron-Core need not be installed.
     if not section.megatron_cfg.enabled:
+        if name == "policy" and config.policy.mtp.num_layers:
+            from tandem.trainer.backends.mtp import MtpBackend
+
+            return MtpBackend(config, checkpoint=checkpoint, model_group=model_group)
         from tandem.trainer.backends.dtensor import DTensorBackend
 
         return DTensorBackend(config, checkpoint=checkpoint, model_group=model_group)

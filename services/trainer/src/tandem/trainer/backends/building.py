@@ -55,6 +55,8 @@ class BuiltModel(NamedTuple):
 class ModelBuilder:
     """Builds one model as its section of the configuration says."""
 
+    token_scorer: type[TokenScorer] = TokenScorer
+
     def __init__(self, name: columns.Model, config: Config, ranks: RankMesh, number: int = 0) -> None:
         """Prepare to build; `number` selects one of several models of the name."""
         self.name = name
@@ -135,7 +137,7 @@ class ModelBuilder:
                 undrawable=() if self._pictures is None else self._pictures.undrawable,
                 judged_by=config.weighs_teachers_by,
             )
-        return TokenScorer(
+        return self.token_scorer(
             model,
             temperature,
             linear_head=linear_head,

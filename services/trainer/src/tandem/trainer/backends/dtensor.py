@@ -129,6 +129,7 @@ class DTensorHeldModel(CheckpointedModel):
     optimizer: torch.optim.Optimizer
     """The optimizer of a trained model."""
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    builder_class: type[ModelBuilder] = ModelBuilder
 
     def __init__(
         self, name: columns.Model, config: Config, ranks: RankMesh, *, checkpoint: Path | None, number: int = 0
@@ -142,12 +143,14 @@ class DTensorHeldModel(CheckpointedModel):
         self._ranks = ranks
         self.is_trained = name in config.declaration.trains
         self.device = ranks.device
-        self._builder = ModelBuilder(name, config, ranks, number)
+        self._builder = self.builder_class(name, config, ranks, number)
         built = self._builder.build(checkpoint)
         self.model, self._scorer, self.shares_prompts, self._adapters, self._place, start = built
         self.parameters: dict[str, torch.nn.Parameter] = {
             make_tensor_name(name): parameter for name, parameter in self.model.named_parameters()
         }
+        self._clipped = self.parameters
+        """The parameters whose gradients are clipped together; their norm is that of a step."""
         self._start = None if start is None else shards_of(self.parameters, start)
         """This rank's part of the adapters that training starts from; None if the reference has none."""
         self.buffers = policy_files.saved_buffers(self.model)
@@ -214,7 +217,7 @@ class DTensorHeldModel(CheckpointedModel):
         Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient's norm is beyond `largest`, and
         `OutlierError` if it is out of all proportion to the steps `compared`.
         """
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._clipped.values() if parameter.grad is not None]
         norm = norm_of(gradients)
         if max_grad_norm is not None:
             scale_down(gradients, norm, max_grad_norm)
@@ -374,7 +377,7 @@ class DTensorBackend(HoldingBackend[DTensorHeldModel]):
         self.sequence_divisor = ranks.sequence_divisor
         proof = checkpoints.FileProof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
         for name, number in self._list_models():
-            held_model = DTensorHeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
+            held_model = self._hold(name, number, checkpoint)
             if name == "policy":
                 exposed_weights.share(held_model.parameters | held_model.buffers)
             self._held[name, number] = held_model
@@ -384,6 +387,9 @@ class DTensorBackend(HoldingBackend[DTensorHeldModel]):
         for model in self._trained():
             model.start(checkpoint)
         proof.conclude()
+
+    def _hold(self, name: Model, number: int, checkpoint: Path | None) -> DTensorHeldModel:
+        return DTensorHeldModel(name, self._config, self._ranks[name], checkpoint=checkpoint, number=number)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the data-parallel ranks."""

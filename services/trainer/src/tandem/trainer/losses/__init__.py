@@ -111,14 +111,13 @@ class LossClass(Protocol):
 
 
 _loss_class: Callable[[str], LossClass] = functools.cache(named)
-_CUSTOM = "tandem.trainer.losses.custom.CustomLoss"
-"""The loss that a user's class makes. Like every loss it is found by its path: a run imports only its own."""
+"""Finds every loss by its path, so that a run imports only its own."""
 
 
 def make_loss(config: Config, counts: Counts, device: torch.device, model: Model = "policy") -> Loss:
     """Return the configured loss of a model, for one optimizer step on a global batch with these counts."""
-    if model == "policy" and config.loss_fn.class_path is not None:
-        return _loss_class(_CUSTOM)(config, counts, device)
+    if model == "policy" and config.loss_maker is not None:
+        return _loss_class(config.loss_maker)(config, counts, device)
     training = config.declaration.training_of[model]
     return _loss_class(training.loss)(getattr(config, training.loss_section), counts, device)
 
