@@ -96,13 +96,15 @@ from pathlib import Path
 
 def wait_while_held():
     '''Wait while there is the folder `hold`, and note in it who waits; a score's number or a process may bring it.'''
-    if Path("holds").exists():
-        with open("holds/scores", "ab", buffering=0) as scores:
+    with contextlib.ExitStack() as opened:
+        if Path("holds").exists():
+            opened.enter_context(contextlib.suppress(FileNotFoundError))  # it has just been taken away
+            scores = opened.enter_context(open("holds/scores", "ab", buffering=0))
             scores.write(b".")
             number = scores.tell()  # which no other process gets
-        for cause in (number, f"of_{os.getpid()}"):
-            with contextlib.suppress(OSError):  # it is no cause, or all are waiting already
-                os.rename(f"holds/{cause}", "hold")
+            for cause in (number, f"of_{os.getpid()}"):
+                with contextlib.suppress(OSError):  # it is no cause, or all are waiting already
+                    os.rename(f"holds/{cause}", "hold")
     while Path("hold").exists():
         with contextlib.suppress(OSError):
             Path("hold", str(os.getpid())).touch()

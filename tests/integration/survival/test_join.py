@@ -14,6 +14,7 @@ import pytest
 from tandem.common.keys import write_run_keys
 from tandem.launch.admission import new_run_keys
 from tests.harness.runs.by_hand import assert_same_results, in_folder, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.hosts_harness import TWO_NODES
 from tests.harness.runs.running import (
     Command,
@@ -33,6 +34,7 @@ CONFIG: dict[str, Any] = {
     "policy": {"train_micro_batch_size": 4},
     "checkpointing": {"save_period": 3},
 }
+LONG: dict[str, Any] = {"grpo": {"max_num_steps": 1000, "val_period": 1000}, "checkpointing": {"save_period": 1000}}
 NOBODY = ("--coordinator", "tcp://127.0.0.1:9")
 
 
@@ -56,11 +58,15 @@ def on_two_nodes(over: dict[str, Any] | None = None) -> Iterator[tuple[Command, 
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run on two nodes, the second of which loses its engine, and then its trainer."""
     folder = tmp_path_factory.mktemp("two_nodes")
+    for score in (33, 97):  # of what the killed engine had some is scored again
+        hold(score, folder)
     with in_folder(folder), on_two_nodes() as (first, second):
-        first.wait_for(r"step +2/")
+        await_hold(first, r"step +2/")
         process_of(second, "rollout").kill()
-        first.wait_for(r"step +4/")
+        go_on()
+        await_hold(first, r"step +4/")
         process_of(second, "trainer").kill()
+        go_on()
         assert first.wait() == 0, first.output()
         assert second.wait() == 0, second.output()
         assert second.output().count("started again") == 2
@@ -77,18 +83,18 @@ def test_nodes_have_the_results_of_one(two_nodes: Path, one_node: Path) -> None:
 
 def test_services_die_with_the_process_that_launched_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with on_two_nodes({"cluster": {"max_replacements": 0}}) as (first, second):
+    with on_two_nodes({"cluster": {"max_replacements": 0}, **LONG}) as (first, second):
         first.wait_for(r"step +1/")
         services = second.children()
         second.process.kill()
-        assert not all_gone(services, 10.0)
+        assert not all_gone(services, 30.0)
         assert first.wait() == 1, first.output()
 
 
 def test_asked_to_end_it_waits_for_the_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Slurm asks all processes of a job at once."""
     monkeypatch.chdir(tmp_path)
-    with on_two_nodes() as (first, second):
+    with on_two_nodes(LONG) as (first, second):
         first.wait_for(r"step +2/")
         second.signal(signal.SIGTERM)
         first.signal(signal.SIGTERM)
@@ -108,7 +114,7 @@ def test_asked_again_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
             wait_until(lambda: node.process.poll() is not None, lambda: "its end", timeout_s=2.0)
         node.signal(signal.SIGTERM)
         assert node.wait() == 0
-        assert not all_gone(services, 10.0)
+        assert not all_gone(services, 30.0)
 
 
 def test_losses_of_a_node_count_together_and_those_of_trainers_once(

@@ -12,13 +12,13 @@ import pytest
 
 from tests.harness import leaks
 from tests.harness.runs.by_hand import assert_same_results, undisturbed_run
-from tests.harness.runs.running import Command, all_gone, coordinator, kill_at_once, wait_until, write_config
+from tests.harness.runs.held_runs import await_hold, go_on, hold
+from tests.harness.runs.running import HOLDS, Command, all_gone, coordinator, kill_at_once, wait_until, write_config
 
-DAEMONIC = """
-import os
+DAEMONIC = (
+    HOLDS
+    + """
 import subprocess
-import time
-from pathlib import Path
 from tandem.rollout.environments import Score
 
 def note(pid):
@@ -51,13 +51,15 @@ class Daemonic:
         fork_one()
 
     def score(self, problem, response):
+        wait_while_held()
         share = sum(character.isdigit() for character in response) / (len(response) + 1)
         return Score(reward=share, correct=share > 0.5)
 """
+)
 RUN: dict[str, Any] = {
     "grpo": {"max_num_steps": 12, "val_period": 0},
     "checkpointing": {"metric_name": "reward", "save_period": 2},
-    "env": {"daemonic": {"class": "daemonic.Daemonic", "num_workers": 2}},
+    "env": {"daemonic": {"class": "daemonic.Daemonic", "num_workers": 2, "timeout_s": 300.0}},
     "cluster": {"rollouts": 2, "max_replacements": 9},
 }
 SEED = datetime.date.today().toordinal()
@@ -86,8 +88,9 @@ def test_parents_that_are_killed_at_one_instant_leave_nothing_and_the_run_is_res
     monkeypatch.delenv("SPT_NOENV", raising=False)  # which tests have set, and users have not
     Path("daemonic.py").write_text(DAEMONIC)
     before, config, dice = leaks.segments(), write_config(RUN), random.Random(SEED)
+    hold(at=49)
     with Command("coordinator", "up", config, "--supervise") as run:
-        run.wait_for("step 3/12")
+        await_hold(run, "step 3/12")
         wait_until(lambda: len(daemons()) >= NUM_DAEMONS, lambda: f"{NUM_DAEMONS} daemons")
         supervisor = psutil.Process(run.process.pid)
         children = {process: process.children() for process in run.children()}
@@ -100,6 +103,7 @@ def test_parents_that_are_killed_at_one_instant_leave_nothing_and_the_run_is_res
         left = all_gone([*children, *map(psutil.Process, filter(psutil.pid_exists, daemons()))], leaks.SETTLE_S)
         assert left == [], (SEED, titles)
         run.wait()
+    go_on()
     assert leaks.segments_left(before) == set()
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr

@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from tests.harness.runs.by_hand import assert_same_results, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
+    HOLDS,
     Command,
     coordinator,
     merged,
@@ -22,10 +24,9 @@ from tests.harness.runs.running import (
     write_config,
 )
 
-LIAR = """
-import os
-import time
-from pathlib import Path
+LIAR = (
+    HOLDS
+    + """
 from tandem.common.errors import SamplesError
 from tandem.samples.sample_store import SampleStore
 from tandem.rollout.environments import Score
@@ -65,15 +66,15 @@ class Liar:
             SampleStore._find_samples = found
 
     def score(self, problem, response):
-        while Path("hold").exists():
-            time.sleep(0.02)
+        wait_while_held()
         share = sum(character.isdigit() for character in response) / (len(response) + 1)
         return Score(reward=share, correct=share > 0.5)
 """
+)
 RUN: dict[str, Any] = {
     "grpo": {"max_num_steps": 16, "val_period": 0},
     "checkpointing": {"metric_name": "reward", "save_period": 2},
-    "env": {"liar": {"class": "liar.Liar"}},
+    "env": {"liar": {"class": "liar.Liar", "timeout_s": 300.0}},
     "cluster": {"rollouts": 2, "max_replacements": 9},
 }
 LIES = {
@@ -129,13 +130,14 @@ def test_a_rollout_that_lies_where_none_is_replaced_is_named(lies: Path) -> None
 @pytest.mark.parametrize("kind", ["rollout", "trainer"])
 def test_a_process_that_has_no_descriptors_left_is_replaced_if_it_needs_one(kind: str, undisturbed: Path) -> None:
     """A trainer does, for its checkpoints. A rollout whose connections are all there may end the run without."""
+    hold(at=17)
     with Command("coordinator", "up", write_config(RUN)) as run:
-        run.wait_for("step 1/16")
-        Path("hold").mkdir()
+        await_hold(run, "step 1/16")
+        Path("holds").rename("had")  # or scores would be counted on, in a file
         victim = process_of(run, kind)
         # A few less than it has, in case it closes some; with none at all libzmq can wait for nothing, and aborts.
         victim.rlimit(psutil.RLIMIT_NOFILE, (victim.num_fds() - 8, victim.rlimit(psutil.RLIMIT_NOFILE)[1]))
-        Path("hold").rmdir()
+        go_on()
         assert run.wait() == 0, run.output()
         said = run.output()
     is_replaced = re.search(rf"{kind}-0 is lost: .*Too many open files", said)  # libzmq may abort, and says the same
@@ -144,12 +146,12 @@ def test_a_process_that_has_no_descriptors_left_is_replaced_if_it_needs_one(kind
 
 
 def test_a_supervised_coordinator_that_fails_by_itself_is_followed_by_another(undisturbed: Path) -> None:
+    hold(at=17)
     with Command("coordinator", "up", write_config(RUN), "--supervise") as run:
-        run.wait_for("step 1/16")
-        Path("hold").mkdir()
+        await_hold(run, "step 1/16")
         (coordinator_,) = titled(run.children(), f"{sys.executable} -m tandem.coordinator.cli")
         coordinator_.rlimit(psutil.RLIMIT_NOFILE, (coordinator_.num_fds() - 8, 4096))
-        Path("hold").rmdir()
+        go_on()
         assert run.wait() == 0, run.output()
         said = run.output()
     assert re.search(
@@ -200,9 +202,11 @@ def test_a_disk_that_has_no_room_for_one_checkpoint_is_waited_for(
         (folder / "full.py").write_text(FULL)
         (folder / "liar.py").write_text(LIAR)
     undisturbed = undisturbed_run(beside, own)
+    hold(at=33)
     with Command("coordinator", "up", write_config(own), "--supervise") as run:
-        run.wait_for("step 2/8")
+        await_hold(run, "step 2/8")
         (lies / "disk-1").write_text(str(number))
+        go_on()
         assert run.wait() == 0, run.output()
         said = run.output()
     assert not (lies / "disk-1").exists()
@@ -212,11 +216,10 @@ def test_a_disk_that_has_no_room_for_one_checkpoint_is_waited_for(
     assert_same_results("run", undisturbed)
 
 
-FRAGILE = """
-import os
+FRAGILE = (
+    HOLDS
+    + """
 import signal
-import time
-from pathlib import Path
 from tandem.rollout.environments import Score
 
 class Fragile:
@@ -228,24 +231,24 @@ class Fragile:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def score(self, problem, response):
-        while Path("hold").exists():
-            time.sleep(0.02)
+        wait_while_held()
         share = sum(character.isdigit() for character in response) / (len(response) + 1)
         return Score(reward=share, correct=share > 0.5)
 """
+)
 
 
 def test_an_engine_whose_helpers_are_killed_again_and_again_is_replaced(lies: Path, undisturbed: Path) -> None:
     """The environment, whose failures end the run, is not blamed."""
     Path("fragile.py").write_text(FRAGILE)
-    fragile = {"env": {"liar": {"class": "fragile.Fragile", "num_workers": 1}}}
+    fragile = {"env": {"liar": {"class": "fragile.Fragile", "num_workers": 1, "timeout_s": 300.0}}}
+    hold(at=17)
     with Command("coordinator", "up", write_config(merged(RUN, fragile))) as run:
-        run.wait_for("step 1/16")
-        Path("hold").mkdir()
+        await_hold(run, "step 1/16")
         for number in range(3):
             (lies / f"killed-{number}").touch()
         titled(run.children(), "rollout: scores with liar")[0].kill()
-        Path("hold").rmdir()
+        go_on()
         assert run.wait() == 0, run.output()
         said = run.output()
     lost = (
