@@ -19,8 +19,9 @@ import pytest
 from tests.harness.processes import lying_member
 from tests.harness.runs import hosts_harness
 from tests.harness.runs.by_hand import assert_same_results, undisturbed_run
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.hosts_harness import ADDRESSES, CONFIG, command, cut, on
-from tests.harness.runs.running import Command, joins, merged, wait_until, write_config
+from tests.harness.runs.running import Awake, Command, joins, merged, wait_until, write_config
 
 hosts = hosts_harness.switched_hosts
 other_host = hosts_harness.other_host
@@ -86,10 +87,10 @@ def cluster_of(hosts: dict[str, str], other_host: tuple[str, ...], launch: dict[
         yield Cluster(run, (*on(hosts, "engines"), *other_host), stack)
 
 
-def ends_by_itself(service: Command, cut_at: float) -> None:
+def ends_by_itself(service: Command, since_cut: Awake) -> None:
     """Check that a service that is cut off ends, and within its deadline; waking up may take it a while."""
     assert service.wait() == COORDINATOR_LOST, service.output()
-    assert time.monotonic() - cut_at < 3 * TIMEOUT_S + 5.0
+    assert since_cut.seconds() < 3 * TIMEOUT_S + 5.0
     assert "ending: the coordinator was silent for" in service.output()
 
 
@@ -105,19 +106,23 @@ def test_engines_that_are_cut_off_are_fenced(
     hosts: dict[str, str], other_host: tuple[str, ...], undisturbed: Path
 ) -> None:
     """A short cut changes nothing; in a long one both are lost."""
+    for step in (2, 4):
+        hold(16 * step + 1)
     with cluster_of(hosts, other_host, {"trainers": 2, "refit": True}) as cluster:
         run, engine, liar = cluster.run, cluster.start("rollout"), cluster.start_liar("rollout")
-        run.wait_for(r"step +2/")
+        await_hold(run, r"step +2/")
         with cut(hosts):
+            go_on()
             time.sleep(TIMEOUT_S / 4)
-        run.wait_for(r"step +4/")
+        await_hold(run, r"step +4/")
         assert "is lost" not in run.output()
         with cut(hosts):
-            cut_at = time.monotonic()
+            since_cut = Awake()
+            go_on()
             for name in ("rollout-0", "rollout-1"):
                 run.wait_for(rf"{name} is lost: no heartbeat for \d+ s.*; start another: rollout --coordinator")
             lying_member.LIES.touch()
-            ends_by_itself(engine, cut_at)
+            ends_by_itself(engine, since_cut)
         liar.wait_for("was told to go")  # so what it says arrives, too
         others = [cluster.start("rollout") for _ in range(2)]
         assert run.wait() == 0, run.output()
@@ -129,14 +134,16 @@ def test_engines_that_are_cut_off_are_fenced(
 def test_a_trainer_and_a_refit_service_that_are_cut_off_are_fenced(
     hosts: dict[str, str], other_host: tuple[str, ...], undisturbed: Path
 ) -> None:
+    hold(at=5 * 16 + 1)
     with cluster_of(hosts, other_host, {"trainers": 1, "rollouts": 2}) as cluster:
         run, liar, refit = cluster.run, cluster.start_liar("trainer"), cluster.start("refit")
-        run.wait_for(r"step +5/")
+        await_hold(run, r"step +5/")
         with cut(hosts):
-            cut_at = time.monotonic()
+            since_cut = Awake()
+            go_on()
             run.wait_for(r"trainer-1 is lost: no heartbeat for \d+ s.*; all trainers are started again")
             lying_member.LIES.touch()
-            ends_by_itself(refit, cut_at)
+            ends_by_itself(refit, since_cut)
         liar.wait_for("was told to go")  # so what it says arrives, too
         others = [cluster.start(kind) for kind in ("trainer", "refit")]
         assert run.wait() == 0, run.output()

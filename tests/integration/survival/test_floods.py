@@ -24,9 +24,10 @@ from tandem.common.web import HEADERS_S
 from tests.harness.floods import Address, Flood, flooded
 from tests.harness.ports import free_port
 from tests.harness.runs.agent_run_harness import OVER
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     BIN,
-    DIGITS,
+    HOLDS,
     TIMEOUT_S,
     Command,
     merged,
@@ -45,15 +46,7 @@ MOST_RETRIES = 5
 SLACK = 8
 """Descriptors that a process may have more than before: what it opens for itself from time to time."""
 HOLD = Path("hold")
-"""While there is this file, nothing is scored."""
-HELD = DIGITS.replace(
-    "        correct =",
-    f"""        import time
-        from pathlib import Path
-        while Path({str(HOLD)!r}).exists():
-            time.sleep(0.01)
-        correct =""",
-)
+"""While there is this folder, nothing is scored."""
 RUN: dict[str, Any] = {
     "grpo": {"max_num_steps": STEPS, "val_period": STEPS},
     "checkpointing": {"save_period": STEPS},
@@ -94,13 +87,15 @@ def _asked(request: urllib.request.Request) -> bytes:
 
 
 @contextlib.contextmanager
-def running(config: Path) -> Iterator[Command]:
-    """Run with few descriptors, until it has done two steps."""
+def running(config: Path, num_scores: int = 16) -> Iterator[Command]:
+    """Run with few descriptors, until it has done two steps, and waits. A step has so many scores."""
+    for step in (2, 2 + FLOODED_STEPS):
+        hold(step * num_scores + 1)
     program = shutil.which("prlimit")
     if program is None:
         pytest.skip("prlimit is not installed")
     with Command(program, f"--nofile={LIMIT}:{LIMIT}", BIN / "coordinator", "up", config) as run:
-        run.wait_for("step 2/")
+        await_hold(run, "step 2/")
         yield run
 
 
@@ -142,21 +137,19 @@ def assert_survives(run: Command, kind: str, where: Address, client: Callable[[]
 
     process = psutil.Process(run.process.pid) if kind == "coordinator" else process_of(run, kind)
     before = process.num_fds()
-    HOLD.touch()  # for longer than a server waits for headers
     with flooded(where) as flood, asking(client) as num_answers:
-        began = time.monotonic()
+        began = time.monotonic()  # it waits for longer than a server does for headers
         wait(lambda: time.monotonic() > began + HEADERS_S + 2 and flood.rounds > 2, "headers to be given up")
         wait(lambda: num_answers() > 2, "answers to clients")
         assert_held_off(flood)
         assert process.num_fds() < before + LIMIT // 2, "an address has a quarter of the descriptors"
         goal, num = num_steps() + FLOODED_STEPS, num_answers()
-        HOLD.unlink()
-        wait(lambda: num_steps() >= goal, f"step {goal}")
-        HOLD.touch()
+        go_on()
+        wait(lambda: num_steps() >= goal and HOLD.exists(), f"step {goal}")
         wait(lambda: num_answers() > num, "more answers to clients")
     wait(lambda: process.num_fds() <= before + SLACK, f"{process.num_fds()} descriptors to become {before}")
     client()
-    HOLD.unlink()
+    go_on()
     assert run.wait() == 0, run.output()
     assert steps_of()[-1].step == STEPS
     assert " is lost" not in run.output()
@@ -171,7 +164,6 @@ def assert_held_off(flood: Flood) -> None:
 
 def test_a_rollout_that_answers_anybody_is_flooded() -> None:
     config = write_config(merged(merged(RUN, ENV), {"policy": {"generation": {"expose_http_server": True}}}))
-    Path("digits.py").write_text(HELD)
     with running(config) as run:
         url = run.wait_for(r"rollout-0 answers OpenAI's API at (http://127.0.0.1:\d+)/v1")[1]
 
@@ -186,13 +178,16 @@ def test_the_metrics_of_a_run_are_flooded() -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
     config = write_config(merged(merged(RUN, ENV), {"logger": {"prometheus": {"port": port}}}))
-    Path("digits.py").write_text(HELD)
     with running(config) as run:
 
         def client() -> None:
             assert b"\ntandem_step " in ask(f"http://127.0.0.1:{port}/metrics")
 
         assert_survives(run, "coordinator", ("127.0.0.1", port), client)
+
+
+_HELD: dict[str, Any] = {}
+exec(HOLDS, _HELD)
 
 
 class Players(ThreadingHTTPServer):
@@ -203,8 +198,6 @@ class Players(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Player)
         self.sessions: list[str] = []
-        self.goes_on = threading.Event()
-        self.goes_on.set()
 
 
 class _Player(BaseHTTPRequestHandler):
@@ -216,8 +209,7 @@ class _Player(BaseHTTPRequestHandler):
         question = [{"role": "user", "content": command["problem"]["question"]}]
         answer = json.loads(ask(f"{command['base_url']}/chat/completions", {"model": "policy", "messages": question}))
         text = answer["choices"][0]["message"]["content"]
-        while HOLD.exists():
-            players.goes_on.wait(0.05)
+        _HELD["wait_while_held"]()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"reward": sum(map(str.isdigit, text)) / (len(text) + 1)}).encode())
@@ -234,7 +226,7 @@ def test_the_port_at_which_agents_elsewhere_ask_is_flooded() -> None:
             url = f"http://127.0.0.1:{players.server_port}/play"
             env = {"agent": {"url": url, "timeout_s": TIMEOUT_S}}
             config = write_config(merged(merged(OVER, RUN), {"grpo": {"val_period": 0}, "env": env}))
-            with running(config) as run:
+            with running(config, num_scores=8) as run:
                 where = at(players.sessions[0])
 
                 def client() -> None:

@@ -24,8 +24,10 @@ from tests.harness.runs import consoles
 from tests.harness.runs.by_hand import assert_same_results, last_weights, undisturbed_run
 from tests.harness.runs.harms import PROMPT
 from tests.harness.runs.harried import coordinator_of
+from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.record_harness import TWO, assert_recorded
 from tests.harness.runs.running import (
+    HOLDS,
     SUMS,
     Command,
     all_gone,
@@ -114,19 +116,23 @@ def test_services_started_by_hand_are_taken_up_by_who_resumes_the_run(undisturbe
 def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_is_gone(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    # Enough steps that engines that take their time to start still find a run that goes on.
     longer = merged(merged(RUN, LAUNCHED), {"grpo": {"max_num_steps": 40}, "checkpointing": {"save_period": 20}})
     undisturbed = undisturbed_run(tmp_path_factory.mktemp("longer"), longer)
     config = write_config(merged(longer, {"cluster": SILENT}))
+    for score in (17, 97):
+        hold(score)
     with Command("coordinator", "up", config, "--supervise") as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("rollout", *joins(address)) as added, Command("rollout", *joins(address)) as lost:
             for name in ("rollout-2", "rollout-3"):
-                run.wait_for(f"{name} joins the run")
+                await_hold(run, f"{name} joins the run")
             process_of(run, "rollout").terminate()
-            gone = run.wait_for(r"(rollout-[01]) leaves the run: it was told to")[1]
+            run.wait_for(r"rollout-[01] was told to leave")
+            go_on()
+            gone = await_hold(run, r"(rollout-[01]) leaves the run: it was told to")[1]
             coordinator_of(run).kill()
             lost.process.kill()
+            go_on()
             run.wait_for("the coordinator was killed by SIGKILL; it is started again")
             assert run.wait() == 0, run.output()
             assert added.wait() == 0, added.output()
@@ -176,16 +182,13 @@ def test_services_end_when_no_coordinator_comes() -> None:
             assert all_gone(services, 20.0) == []
 
 
-SCORER = """
-import time
-from pathlib import Path
+SCORER = f"""{HOLDS}
 from helper import share
 from tandem.rollout.environments import Score
 
 class Scorer:
     def score(self, problem, response):
-        while Path("hold").exists():
-            time.sleep(0.02)
+        wait_while_held()
         return Score(reward=share(response), correct=share(response) > 0.5)
 """
 HELPER = """
@@ -197,7 +200,7 @@ EDITED: dict[str, Any] = merged(
     {
         "grpo": {"max_num_steps": 8},
         "data": {"prompt_file": "prompt.txt"},
-        "env": {"scorer": {"class": "scorer.Scorer"}},
+        "env": {"scorer": {"class": "scorer.Scorer", "timeout_s": 300.0}},
     },
 )
 
@@ -225,9 +228,9 @@ def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     config = write_config(EDITED)
+    hold(at=33)
     with Command("coordinator", "up", config, "--supervise") as run:
-        run.wait_for("step 2/8")
-        Path("hold").mkdir()
+        await_hold(run, "step 2/8")
         if change == "edited":
             config.write_text(config.read_text().replace("num_prompts_per_step: ", "num_prompts_per_step: 1"))
             Path("sums.jsonl").write_text('{"input": "another", "output": "1"}\n')
@@ -241,7 +244,7 @@ def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
         run.wait_for("rollout-[01] is lost")
         coordinator_of(run).kill()
         run.wait_for("the coordinator was killed by SIGKILL; it is started again")
-        Path("hold").rmdir()
+        go_on()
         assert run.wait() == 0, run.output()
     assert_same_results("run", scored_undisturbed)
 
@@ -271,12 +274,14 @@ def add_prerequisite(settings: dict[str, Any], num_steps: int) -> Path:
 
 def test_a_supervised_run_does_without_the_file_of_the_run_that_made_its_model() -> None:
     config = add_prerequisite(merged(RUN, LAUNCHED), 1)
+    hold(at=33)
     with Command("coordinator", "up", config, "--supervise") as run:
         run.wait_for("prerequisite .*: making")
-        run.wait_for(r"step 2/6")
+        await_hold(run, r"step 2/6")
         Path("before.yaml").write_text("sft: [")
         config.unlink()
         coordinator_of(run).kill()
+        go_on()
         assert run.wait() == 0, run.output()
     assert [step.step for step in steps_of()] == [*range(1, 7)]
 
@@ -303,7 +308,7 @@ def test_a_supervised_run_goes_on_with_its_files_also_from_within_the_prerequisi
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     config = add_prerequisite(EDITED, 12)
-    Path("hold").mkdir()
+    hold()
     with Command("coordinator", "up", config, "--supervise") as run:
         run.wait_for("step 5/12")
         if change == "edited":
@@ -322,7 +327,7 @@ def test_a_supervised_run_goes_on_with_its_files_also_from_within_the_prerequisi
         run.wait_for("the coordinator was killed by SIGKILL; it is started again")
         wait_until(Path("run/inputs/inputs.json").exists, run.output, died=lambda: run.process.poll() is not None)
         coordinator_of(run).kill()
-        Path("hold").rmdir()
+        go_on()
         assert run.wait() == 0, run.output()
     assert_same_results("before", prepared_undisturbed / "before")
     assert_same_results("run", prepared_undisturbed / "run")
@@ -335,9 +340,11 @@ def test_a_supervised_restart_that_is_killed_in_its_prerequisite_makes_both_anew
         earlier = journal.run_id
     before = yaml.safe_load(Path("before.yaml").read_text())
     Path("before.yaml").write_text(yaml.safe_dump(merged(before, {"sft": {"seed": 7}})))
+    hold()
     with Command("coordinator", "up", config, "--supervise", "--restart") as run:
         run.wait_for("step 1/2")
         coordinator_of(run).kill()
+        go_on()
         assert run.wait() == 0, run.output()
     with read_journal(Path("run.1")) as journal:
         assert journal.run_id == earlier, "set aside"
@@ -363,10 +370,10 @@ def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
+    hold(at=4 * 16 + 8 + 1)
     with Command("coordinator", "up", write_config(EDITED), "--supervise") as run:
-        run.wait_for("step 4/8")
+        await_hold(run, "step 4/8")
         wait_until(lambda: Path("run/checkpoints/step_3/manifest.json").exists(), run.output)
-        Path("hold").mkdir()
         with read_journal(Path("run")) as journal:
             run_id = journal.run_id
         path = Path("run/journal.sqlite")
@@ -380,7 +387,7 @@ def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_
                     file.write(b"\xff" * size)
                 else:
                     file.truncate(0 if damage == "emptied" else size // 2)
-        Path("hold").rmdir()
+        go_on()
         assert run.wait() == 0, run.output()
         said = run.output()
     kept = "" if damage == "deleted" else r"it is kept as journal\.sqlite\.damaged\.1, and "
