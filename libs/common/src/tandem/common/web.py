@@ -22,7 +22,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tandem.common import descriptors, network, signals
+from tandem.common import descriptors
+from tandem.common.network import is_loopback
+from tandem.common.signals import defer_signals
 
 HEADERS_S = 10.0
 """Timeout for the headers of a request, from their first byte; for the first request, from the connection."""
@@ -63,7 +65,7 @@ def settings(app: ASGIApp, *, end_s: float, **overrides: Any) -> uvicorn.Config:
 def event_loop() -> Iterator[asyncio.Runner]:
     """Yield an event loop of the main thread, made while no signal can interrupt: half a loop warns when collected."""
     with contextlib.ExitStack() as stack:
-        with signals.defer_signals():
+        with defer_signals():
             runner = stack.enter_context(asyncio.Runner())
         yield runner
 
@@ -221,10 +223,10 @@ def foreign(scope: Scope) -> tuple[int, str] | None:
     """Return the HTTP status and reason for refusing a request that may come from another site; None to accept it."""
     headers = Headers(scope=scope)
     host = _host(f"//{headers.get('host', '')}")
-    if not network.is_loopback(host):
+    if not is_loopback(host):
         return 403, f"the Host is {host[:100]!r}, but this server answers on loopback alone, as localhost or 127.0.0.1"
     origin = headers.get("origin")
-    if origin is not None and not network.is_loopback(_host(origin)):
+    if origin is not None and not is_loopback(_host(origin)):
         return 403, f"the Origin is {origin[:100]!r}, but this server answers only pages of this machine"
     kind = headers.get("content-type")
     if scope["method"] == "POST" and kind is not None and kind.partition(";")[0].strip().lower() != _JSON:

@@ -17,10 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.common import descriptors, gc_tuning, kept_inputs, network, outputs, process_lifetime, signals
+from tandem.common import descriptors, gc_tuning, kept_inputs, outputs, signals
 from tandem.common.errors import INTERRUPTED, NotAdmitted, TandemError, WireError
 from tandem.common.keys import ProcessKeys, decode_process_keys, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Command, Hello, ServiceKind, Shutdown
+from tandem.common.network import forget_empty_endpoint
+from tandem.common.process_lifetime import die_with
 from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Link, exit_code
 from tandem.config.model_names import fetch_models
 from tandem.launch.service import ServiceContext
@@ -53,7 +55,7 @@ def run_service(
 ) -> int:
     """Run one service process from its command line to its end; return the exit code."""
     gc_tuning.retire_at_exit()
-    network.forget_empty_endpoint()
+    forget_empty_endpoint()
     descriptors.raise_limit()
     arguments = _make_parser(kind).parse_args(argv)
     host = socket.gethostname()
@@ -115,7 +117,7 @@ def _read_keys(arguments: argparse.Namespace) -> ProcessKeys:
 def _heed_signals(launched_by: int) -> signals.TerminationWatch | None:
     """End with the coordinator that launched this process, or at a signal if there is none."""
     if launched_by:
-        process_lifetime.die_with(launched_by)
+        die_with(launched_by)
         signals.leave_to_coordinator()
     elif _hears_of_signals():
         signals.interrupt_when_asked()
