@@ -28,6 +28,8 @@ COLUMN = "routed_experts_TX"
 """Name of the column, in samples and in the batches of a rank."""
 DTYPE = "uint8"
 """Element type of the column, regardless of the size of expert numbers."""
+DTYPES = {COLUMN: DTYPE}
+"""Element type by the name of the column."""
 FILL = 2**8 - 1
 """Byte of the column where experts are unknown."""
 Bytes = NDArray[np.uint8]
@@ -60,6 +62,14 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
         numbers_TE = np.ascontiguousarray(experts_TX).view(self.dtype)
         known_TE = np.where(numbers_TE == self.unknown, -1, numbers_TE.astype(np.int32))
         return known_TE.astype(np.int16).reshape(-1, self.num_layers, self.top_k)
+
+    def decode_rows(self, experts_BTX: Bytes) -> NDArray[np.int16]:
+        """Return the experts of each padded token and layer, as `decode` does."""
+        return self.decode(experts_BTX.reshape(-1, self.num_bytes)).reshape(*experts_BTX.shape[:2], -1, self.top_k)
+
+    def make_columns(self, routings: Iterable[Bytes], num_tokens: int) -> dict[str, Bytes]:
+        """Return the column of a sequence, as `of_sequence` makes it, by its name."""
+        return {COLUMN: self.of_sequence(routings, num_tokens)}
 
     def of_sequence(self, routings: Iterable[Bytes], num_tokens: int) -> Bytes:
         """Return the column of a sequence from the engine's routing of each response in turn.

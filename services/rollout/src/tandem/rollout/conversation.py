@@ -17,9 +17,10 @@ from tandem.common.messages import ImageRef, PromptGroup, SampleScored, Sampling
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import UnscoredResponse
-from tandem.samples import chat_templates, routed_experts, sampling_masks
+from tandem.samples import chat_templates, sampling_masks
 from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch
 from tandem.samples.images.columns import image_columns
+from tandem.samples.routed_experts import RoutedExperts
 
 FinishReason = Literal["stop", "length", "turns"]
 _Part = tuple[Int32s, Bools, Float32s, Int32s]
@@ -30,12 +31,7 @@ class SampleConversation:
     """One sample of a prompt group."""
 
     def __init__(
-        self,
-        group: PromptGroup,
-        sample: int,
-        experts: routed_experts.RoutedExperts | None = None,
-        *,
-        keeps_masks: bool = False,
+        self, group: PromptGroup, sample: int, experts: RoutedExperts | None = None, *, keeps_masks: bool = False
     ) -> None:
         """Begin with the prompt. `experts` describe the routing that the engine reports for each token, if it does;
         with `keeps_masks` the sample has sampling masks.
@@ -155,18 +151,13 @@ class SampleConversation:
             timed_out=unscored is not None and unscored.timed_out,
             dropped=unscored is not None and unscored.dropped,
         )
-        routed = (
-            {}
-            if self._experts is None
-            else {routed_experts.COLUMN: self._experts.of_sequence(self._routed, self.num_tokens)}
-        )
         arrays = SampleBatch(
             lengths_S=np.array([len(token_ids_T)], dtype=np.int32),
             token_ids_T=token_ids_T,
             loss_mask_T=loss_mask_T,
             generation_logprobs_T=logprobs_T,
             versions_T=versions_T,
-            **routed,
+            **({} if self._experts is None else self._experts.make_columns(self._routed, self.num_tokens)),
             **(sampling_masks.mask_columns(self.num_tokens, self._masks) if self._keeps_masks else {}),
             **({} if self._images is None else image_columns([self._images])),
         )

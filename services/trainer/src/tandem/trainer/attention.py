@@ -11,7 +11,7 @@ all other layers once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,13 +55,7 @@ def attend(
     """
     window, sinks_H, cap = kwargs.get("sliding_window"), kwargs.get("s_aux"), kwargs.get("softcap")
     if ends_2S is not None:
-        if sinks_H is not None or cap is not None or chunk_size is not None:
-            kind = "in chunks" if chunk_size is not None else "with sinks" if cap is None else "with capped scores"
-            raise ValueError(f"attention {kind} cannot be compiled: set policy.compile to false")
-        query_NHD, key_NGD, value_NGD = (each[0].transpose(0, 1) for each in (query_BHTD, key_BHTD, value_BHTD))
-        longest = (query_NHD.shape[0], key_NGD.shape[0])
-        scaling = kwargs.get("scaling")
-        return attend_on_gpu(query_NHD, key_NGD, value_NGD, ends_2S, longest, scaling, window)[None], None
+        return _attend_compiled(query_BHTD, key_BHTD, value_BHTD, ends_2S, chunk_size, kwargs), None
     if told_windows is not None:
         told_windows[int(module.layer_idx)] = window  # type: ignore[arg-type]
     source_BW = None if row is None else row.source_BW
@@ -88,6 +82,26 @@ def attend(
     if row is not None and row.taken_N is not None:
         attended_BTHD = attended_BTHD.flatten(0, 1).index_select(0, row.taken_N)[None]
     return attended_BTHD, None
+
+
+def _attend_compiled(
+    query_BHTD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTD: torch.Tensor,
+    ends_2S: torch.Tensor,
+    chunk_size: int | None,
+    arguments: Mapping[str, Any],
+) -> torch.Tensor:
+    """Attend within the sequences of a packed row, in a compiled graph on a GPU."""
+    cap = arguments.get("softcap")
+    if arguments.get("s_aux") is not None or cap is not None or chunk_size is not None:
+        kind = "in chunks" if chunk_size is not None else "with sinks" if cap is None else "with capped scores"
+        raise ValueError(f"attention {kind} cannot be compiled: set policy.compile to false")
+    query_NHD, key_NGD, value_NGD = (each[0].transpose(0, 1) for each in (query_BHTD, key_BHTD, value_BHTD))
+    longest, scaling = (query_NHD.shape[0], key_NGD.shape[0]), arguments.get("scaling")
+    return attend_on_gpu(query_NHD, key_NGD, value_NGD, ends_2S, longest, scaling, arguments.get("sliding_window"))[
+        None
+    ]
 
 
 def attend_in_chunks(module: Any, *tensors: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

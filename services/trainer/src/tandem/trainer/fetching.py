@@ -85,9 +85,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def read(self, frames: Arrays, table: SampleBatch) -> SampleBatch:
         """Return received samples. Raises `WireError` unless they are possible, and match these rows of a table."""
         names = (*SAMPLES, *(() if self.images is None else IMAGES), *(() if self.masks is None else MASKS))
-        arrays = SampleBatch.parse_frames(
-            frames, names, {} if self.experts is None else {routed_experts.COLUMN: routed_experts.DTYPE}
-        )
+        arrays = SampleBatch.parse_frames(frames, names, {} if self.experts is None else routed_experts.DTYPES)
         arrays.check_samples(self.vocabulary)
         if self.experts is not None:
             self.experts.check(arrays.columns[routed_experts.COLUMN])

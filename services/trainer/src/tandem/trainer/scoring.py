@@ -152,20 +152,8 @@ class _Scores(torch.autograd.Function):
 
         scale_K = torch.ones_like(max_K)  # from this rank's largest logit to that of all ranks
         if vocabulary is not None:
-            whole_max_K = max_K.clone()
-            dist.all_reduce(whole_max_K, dist.ReduceOp.MAX, vocabulary.group)
-            lower_K = max_K - whole_max_K
-            scale_K = lower_K.exp()
-            sums_MK = torch.stack(
-                [
-                    sum_K * scale_K,
-                    (weighted_K + lower_K * sum_K) * scale_K,
-                    *(logit_KN + lower_K[:, None] * is_here_KN).unbind(dim=1),
-                ]
-            )
-            dist.all_reduce(sums_MK, group=vocabulary.group)
-            sum_K, weighted_K = sums_MK[:2]
-            logit_KN = sums_MK[2:].T
+            scale_K, sums_MK = _sum_over_ranks(vocabulary, max_K, sum_K, weighted_K, logit_KN, is_here_KN)
+            sum_K, weighted_K, logit_KN = sums_MK[0], sums_MK[1], sums_MK[2:].T
         log_sum_K = sum_K.log()
         entropy_K = log_sum_K - weighted_K / sum_K
 
@@ -223,6 +211,30 @@ class _Scores(torch.autograd.Function):
         if ctx.vocabulary is not None:
             dist.all_reduce(grad_hidden_KH, group=ctx.vocabulary.group)
         return grad_hidden_KH, grad_weight_VH, *[None] * 8
+
+
+def _sum_over_ranks(
+    vocabulary: VocabularyShard,
+    max_K: torch.Tensor,
+    sum_K: torch.Tensor,
+    weighted_K: torch.Tensor,
+    logit_KN: torch.Tensor,
+    is_here_KN: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale from this rank's largest logit to that of all ranks, and the sums over these. Collective."""
+    whole_max_K = max_K.clone()
+    dist.all_reduce(whole_max_K, dist.ReduceOp.MAX, vocabulary.group)
+    lower_K = max_K - whole_max_K
+    scale_K = lower_K.exp()
+    sums_MK = torch.stack(
+        [
+            sum_K * scale_K,
+            (weighted_K + lower_K * sum_K) * scale_K,
+            *(logit_KN + lower_K[:, None] * is_here_KN).unbind(dim=1),
+        ]
+    )
+    dist.all_reduce(sums_MK, group=vocabulary.group)
+    return scale_K, sums_MK
 
 
 def _add_entropy_gradient(

@@ -168,7 +168,7 @@ class ProcessRegistry:
                 continue
             process.last_seen = now
             try:
-                event = self._make_event(process, _CODECS[process.hello.service].decode(frames), now)
+                event = self._read(process, _CODECS[process.hello.service].decode(frames), now)
             except WireError as error:
                 reason = f"it broke the protocol: {error}"
                 self._hub.send(peer, wire.encode(messages.Shutdown(reason=reason[: messages.MAX_TEXT])))
@@ -224,9 +224,7 @@ class ProcessRegistry:
     def _list_peers(self) -> list[wire.HubPeer]:
         return [*self._by_peer]
 
-    def _make_event(
-        self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float
-    ) -> events.Event | None:
+    def _read(self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float) -> events.Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
         match received.message:
             case messages.Heartbeat(phase=phase, trainer_keys=number):

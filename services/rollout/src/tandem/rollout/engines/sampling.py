@@ -195,6 +195,22 @@ def uniforms(seed_B: NDArray[np.uint64], index_B: NDArray[np.int64]) -> NDArray[
     return (state_B >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
+def _restrict_rows(
+    scaled_BV: torch.Tensor,
+    row_R: NDArray[np.int64],
+    top_k_B: NDArray[np.int64],
+    top_p_B: NDArray[np.float32],
+    min_p_B: NDArray[np.float32],
+) -> torch.Tensor:
+    """Return the logits, those of some rows restricted."""
+    device = scaled_BV.device
+    top_k_R, top_p_R, min_p_R = (torch.from_numpy(array[row_R]).to(device) for array in (top_k_B, top_p_B, min_p_B))
+    row_index_R = torch.from_numpy(row_R).to(device)
+    has_min_p = (min_p_B[row_R] > 0).any()
+    restricted_RV = restrict(scaled_BV[row_index_R], top_k_R, top_p_R, min_p_R if has_min_p else None)
+    return scaled_BV.index_copy(0, row_index_R, restricted_RV)
+
+
 def draw(
     logits_BV: torch.Tensor,
     uniform_B: NDArray[np.float64],
@@ -219,13 +235,7 @@ def draw(
     min_p_B = np.zeros_like(top_p_B) if min_p_B is None else min_p_B
     is_restricted_B = ((top_k_B > 0) & (top_k_B < logits_BV.shape[-1])) | (top_p_B < 1) | (min_p_B > 0)
     if is_restricted_B.any():
-        row_R = np.flatnonzero(is_restricted_B)
-        top_k_R, top_p_R, min_p_R = (torch.from_numpy(array[row_R]).to(device) for array in (top_k_B, top_p_B, min_p_B))
-        row_index_R = torch.from_numpy(row_R).to(device)
-        restricted_RV = restrict(
-            scaled_BV[row_index_R], top_k_R, top_p_R, min_p_R if (min_p_B[row_R] > 0).any() else None
-        )
-        scaled_BV = scaled_BV.index_copy(0, row_index_R, restricted_RV)
+        scaled_BV = _restrict_rows(scaled_BV, np.flatnonzero(is_restricted_B), top_k_B, top_p_B, min_p_B)
     if note is not None:
         note(scaled_BV)
     logprob_BV = scaled_BV.log_softmax(dim=-1)

@@ -302,8 +302,7 @@ def pad(
     routed_BTX = routed_BTLK = None
     if experts is not None and COLUMN in batch.columns:  # an empty shard has no columns
         routed_BTX = padded(batch.columns[COLUMN], np.uint8, fill=FILL)
-        decoded = experts.decode(routed_BTX.reshape(-1, experts.num_bytes))
-        routed_BTLK = move_to_device(decoded.reshape(*filled_BT.shape, -1, experts.top_k), device)
+        routed_BTLK = move_to_device(experts.decode_rows(routed_BTX), device)
     row = None
     if row_divisible_by is not None:
         divisors = {"divisible_by": divisible_by, "row_divisible_by": row_divisible_by}

@@ -165,10 +165,10 @@ def _dispatch_prompts(tables: SchedulerTables, engine: str, groups: Sequence[Sam
     """Ask an engine for groups of one step, beside those it is already generating."""
     step, purpose = groups[0].step, groups[0].purpose
     # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
-    num_ahead = step - tables.step if purpose == "train" else tables.spec.max_trajectory_age_steps
-    fields = tables.open(
-        engine, phases.RunPhase.GENERATING if purpose == "train" else phases.RunPhase.VALIDATING, 1 + num_ahead
-    )
+    phase, num_ahead = phases.RunPhase.VALIDATING, tables.spec.max_trajectory_age_steps
+    if purpose == "train":
+        phase, num_ahead = phases.RunPhase.GENERATING, step - tables.step
+    fields = tables.open(engine, phase, 1 + num_ahead)
     oldest = next(tables.requests.of(engine, *phases.GENERATION))
     tables.groups.assign(groups, engine, fields["command_id"])
     return events.DispatchPrompts(
