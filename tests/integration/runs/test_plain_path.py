@@ -31,6 +31,14 @@ runs most of them within theirs.
 """
 BY_THE_CLOCK = frozenset({"coordinator/observers/live_file.py"})
 """Files of what is done every second, and not by a step: only where steps are long is it in each of them."""
+OF_HEARTBEATS = frozenset(
+    {
+        ("common/texts.py", "shorten"),
+        ("common/texts.py", "visible"),
+        ("coordinator/processes/registry.py", "ProcessRegistry.broadcast"),
+    }
+)
+"""Functions that heartbeats call, likewise."""
 ALTERNATIVES = {
     "coordinator/scheduler/groups/balanced.py": "the other assignment of groups",
     "coordinator/scheduler/rules/losing.py": "processes that were lost, and samples before they were fetched",
@@ -76,7 +84,8 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
             for step, executed in of_steps.items():
                 if ends[step - 1] - PART_S <= int(part) * PART_S <= ends[step]:
                     executed.update(map(tuple, calls))
-    steady = {(file, name) for file, name in set.intersection(*of_steps.values()) if file not in BY_THE_CLOCK}
+    of_all = set.intersection(*of_steps.values()) - OF_HEARTBEATS
+    steady = {(file, name) for file, name in of_all if file not in BY_THE_CLOCK}
     return Walk(frozenset(steady), frozenset(whole))
 
 
