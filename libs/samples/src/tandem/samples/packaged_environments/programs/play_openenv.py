@@ -161,8 +161,8 @@ class OpenEnvServer:
 def refuse_release(python: str, variables: dict[str, str]) -> None:
     """Raise `OpenEnvRefused` if the interpreter of a server has another release; nothing where it has none."""
     code = "from importlib import metadata; print(metadata.version('openenv'))"
-    with contextlib.suppress(OSError):
-        ended = subprocess.run([python, "-c", code], env=variables, capture_output=True, text=True)
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # its start will say so
+        ended = subprocess.run([python, "-c", code], env=variables, capture_output=True, text=True, timeout=_START_S)
         release = ended.stdout.strip()
         if release and tuple(release.split(".")[:2]) != tuple(map(str, RELEASE)):
             expected = ".".join(map(str, RELEASE))
