@@ -19,7 +19,7 @@ from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, load_config, notices, unsupported
 from tandem.config.conform import conform
-from tandem.config.installed import megatron_arguments
+from tandem.config.installed import megatron_arguments, sources
 from tandem.config.low_precision import list_products
 
 SMALL = """
@@ -179,8 +179,7 @@ def test_arguments_get_the_types_that_megatron_wants() -> None:
 
 def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsupported, "NOT_SUPPORTED_YET", ())
-    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: None)
-    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: None)
+    monkeypatch.setattr(sources, "find_package", lambda name: None)
     megatron_arguments.list_arguments.cache_clear()
     try:
         with pytest.raises(ConfigError) as caught:
@@ -214,7 +213,7 @@ def test_a_release_that_cannot_train_is_said_with_the_reason(
 ) -> None:
     monkeypatch.setattr(unsupported, "NOT_SUPPORTED_YET", ())
     loaded()  # with the arguments of the release that is installed
-    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: None if name == lacks else tmp_path)
+    monkeypatch.setattr(sources, "find_package", lambda name: None if name == lacks else tmp_path)
     (tmp_path / "package_info.py").write_text(f'MAJOR = 0\nMINOR = {minor}\nPATCH = 2\nPRE_RELEASE = ""\n')
     assert megatron_arguments.find_obstacle() == (expected or None)
     if not expected:
@@ -229,7 +228,7 @@ def test_a_package_that_tells_no_release_is_left_to_the_trainer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "package_info.py").write_text("MAJOR, MINOR = 0, 19\n")
-    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: tmp_path)
+    monkeypatch.setattr(sources, "find_package", lambda name: tmp_path)
     assert megatron_arguments.find_release() is None
     assert megatron_arguments.find_obstacle() is None
 
