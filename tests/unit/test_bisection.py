@@ -252,10 +252,12 @@ def test_a_signal_before_a_trial_ends_the_search_as_one_within_it_does(number: s
     evidence = evidence_of_run(RUNS["responses of two tokens"])
     limits = TrialLimits(most_trials=9, most_s=60.0, trial_s=60.0)
     bisection = RunBisection(evidence, Path("trials"), limits, lambda text: signal.raise_signal(number))
+    before = signal.signal(number, signal.default_int_handler)  # what `nohup` ignores is not heard
     try:
         with pytest.raises(BisectionInterrupted):
             bisection.search(troubles_of(evidence))
     finally:
+        signal.signal(number, before)
         bisection.table.close()
     assert not list(Path("trials/trials").rglob("output.txt")), "no trial has begun"
 

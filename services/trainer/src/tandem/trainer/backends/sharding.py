@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tandem.common.errors import ConfigError
 from tandem.config.schema import ModelConfig
-from tandem.trainer import backend, backends, models
+from tandem.trainer import backend, models
 from tandem.trainer.backends import holding, tensor_plans
 
 
@@ -104,7 +104,7 @@ class RankMesh:
             splits_sequences = settings.dtensor_cfg.sequence_parallel and self.tensor.size() > 1
             of_experts = SharedExperts(model, self._of_experts, splits_sequences=splits_sequences)
         if self.tensor.size() > 1:
-            backends.tensor_plans.cut(
+            tensor_plans.cut(
                 model,
                 self._shards["tensor"],
                 sequence_parallel=settings.dtensor_cfg.sequence_parallel,

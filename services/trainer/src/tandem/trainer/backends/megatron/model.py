@@ -176,9 +176,9 @@ def _modules() -> tuple[type[AttentionNorm], type | None]:
     """Return the norm of plain layers, and their activation if it is a module of its own."""
     if not preparing.has_kernels():
         return AttentionNorm, None
-    from tandem.trainer.backends.megatron.on_cpu import kernels
+    from tandem.trainer.backends.megatron.on_cpu import kernels, norm
 
-    return kernels.CpuNorm, kernels.SwiGlu
+    return norm.CpuNorm, kernels.SwiGlu
 
 
 def _plain(

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tandem.trainer.backends.megatron import attention
-
 _BLOCK = 2**18
 """Elements of a tensor that stay in a core's cache between operations, beside those of another tensor."""
 
@@ -167,14 +165,3 @@ def _swapped(x_NHD: torch.Tensor) -> torch.Tensor:
     """Return the second halves of heads before the first ones."""
     first_NHD, second_NHD = x_NHD.chunk(2, dim=-1)
     return torch.cat((second_NHD, first_NHD), dim=-1)
-
-
-class CpuNorm(attention.AttentionNorm):
-    """RMSNorm with few passes over memory."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` with a mean square of one over its last dimension, times the weight."""
-        if x.dtype != torch.float32:  # torch has a kernel for these, which computes in float32
-            return super().forward(x)
-        assert self.eps is not None, "it was given"
-        return rms_norm(x, self.weight, self.eps)
