@@ -206,8 +206,8 @@ def _read_any_layers(path: str | Path, overrides: Sequence[str]) -> tuple[Config
         eval_key = nemo_eval.find_original_key(key)
         return layers.source_of(eval_key), eval_key if layers.is_set(eval_key) else key
 
-    layer = ConfigLayer(source=layers.main, settings=settings)
-    return ConfigLayers(main=layers.main, layers=(layer,), merged=escape_interpolations(settings)), written
+    merged = escape_interpolations(settings)
+    return msgspec.structs.replace(layers, merged=merged, find_written=nemo_eval.find_original_key), written
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:

@@ -27,6 +27,7 @@ ELSEWHERE = (
     "code_jaccard",
     "llm_judge",
     "retriever",
+    "bfcl_multiturn",
 )
 """Environments of NeMo-RL that are not built."""
 
