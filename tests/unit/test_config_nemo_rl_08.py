@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import build_config, dump_yaml, load_config, notices
 from tandem.config.dump import make_plain
+from tandem.config.schema.algorithms import TeacherCfg
 
 FILE = "grpo_math_1B.yaml"
 
@@ -259,3 +261,88 @@ def test_problems_with_the_backend_have_the_name_that_the_file_has(tmp_path: Pat
     both = small(policy={"model_name": "model", "automodel_cfg": {}, "dtensor_cfg": {}, "generation": {}})
     with pytest.raises(ConfigError, match=r"policy\.automodel_cfg: unknown key"):
         build_config(both)
+
+
+DISTILLED: dict[str, Any] = {
+    "distillation": {"num_prompts_per_step": 4, "val_period": 0},
+    "policy": {"model_name": "model"},
+    "data": {"train": {"dataset_name": "arrow_text", "data_files": "a.txt"}, "validation": None},
+}
+
+
+def test_the_map_to_a_teachers_tokens_is_read_where_the_main_branch_places_it() -> None:
+    """NeMo-RL's `xtoken_off_policy_distillation.yaml` (0bd743f3) has it in `teachers[].aligner`."""
+    same = {"projection_matrix_path": None, "drop_first_assistant_chunk_kl": False, "pseudo_target_path": None}
+    config = build_config({**DISTILLED, "teachers": [{"model_name": "a", "aligner": same}]})
+    assert config == build_config({**DISTILLED, "teachers": [{"model_name": "a"}]})
+    for place in ({"projection_matrix_path": "map.pt"}, {"aligner": {**same, "projection_matrix_path": "map.pt"}}):
+        teachers = [{"model_name": "a", **place}, {"model_name": "b"}]
+        with pytest.raises(NotSupportedYet, match=r"teachers\[0\]\.projection_matrix_path \(map\.pt\)"):
+            build_config({**DISTILLED, "teachers": teachers})
+
+
+def test_arguments_of_megatron_core_that_nemo_rl_always_sets_ask_for_nothing() -> None:
+    """NeMo-RL sets both whatever a file says (`nemo_rl/models/megatron/setup.py`); `mopd.yaml` (0e14faa7) repeats one.
+
+    The fused log-probabilities have another name on its main branch (a04abc40).
+    """
+    always = {"calculate_per_token_loss": True, "perform_initialization": True}
+    renamed = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 128}
+    plain, newer = (
+        build_config(small(policy={"model_name": "m", "generation": {}, "megatron_cfg": {"enabled": True, **given}}))
+        for given in (
+            {"use_linear_ce_fusion_loss": True, "linear_ce_fusion_chunk_size": 128},
+            {**always, **renamed},
+        )
+    )
+    assert newer == plain
+    off = {"enabled": True, "calculate_per_token_loss": False}
+    with pytest.raises(ConfigError, match=r"calculate_per_token_loss: cannot be set here: Tandem sets it itself"):
+        build_config(small(policy={"model_name": "m", "generation": {}, "megatron_cfg": off}))
+
+
+@pytest.mark.parametrize(("size", "of_megatron", "of_dtensor"), [(None, 4, 1), (2, 2, 2)])
+def test_teachers_have_expert_parallelism_of_their_own(size: int | None, of_megatron: int, of_dtensor: int) -> None:
+    """NeMo-RL's `mopd.yaml` (0e14faa7) sets it in `default_teacher_cfg`."""
+    policy = {"model_name": "m", "generation": {}, "megatron_cfg": {"expert_model_parallel_size": 4}}
+    model = build_config(small(policy=policy)).policy
+    sizes = TeacherCfg(expert_model_parallel_size=size)
+    enabled = msgspec.structs.replace(model, megatron_cfg=msgspec.structs.replace(model.megatron_cfg, enabled=True))
+    assert sizes.applied_to(enabled).megatron_cfg.expert_model_parallel_size == of_megatron
+    assert sizes.applied_to(model).dtensor_cfg.expert_parallel_size == of_dtensor
+
+
+def test_layers_that_stay_as_they_are_in_float8_have_a_newer_key() -> None:
+    """It replaces `quantization_ignored_layer_kws` in NeMo-RL 0.8, and is as little built."""
+    vllm = {"precision": "fp8", "quantization_ignore_patterns": ["mtp.*"]}
+    policy = {"model_name": "m", "generation": {"backend": "vllm", "vllm_cfg": vllm}}
+    with pytest.raises(NotSupportedYet, match=r"vllm_cfg\.quantization_ignore_patterns"):
+        build_config(small(policy=policy))
+
+
+def test_the_template_of_vllms_own_server_is_that_of_the_agents_prompts() -> None:
+    """NeMo-RL's `grpo_qwen3_30ba3b_thinking_swe2.yaml` (06f9783e) gives the server another one than the tokenizer's."""
+    arguments = {"chat_template": "{{ messages }}", "default_chat_template_kwargs": {"enable_thinking": True}}
+    policy: dict[str, Any] = {
+        "model_name": "m",
+        "generation": {"backend": "vllm", "vllm_cfg": {"http_server_serving_chat_kwargs": arguments}},
+    }
+    rows = {"train": {"dataset_name": "NemoGymDataset", "data_path": "a.jsonl"}}
+    gym = small(policy=policy, data=rows, env={"should_use_nemo_gym": True, "nemo_gym": {"config_paths": ["a.yaml"]}})
+    tokenizer = build_config(gym).policy.tokenizer
+    assert (tokenizer.chat_template, tokenizer.chat_template_kwargs) == ("{{ messages }}", {"enable_thinking": True})
+    policy["tokenizer"] = {"chat_template": "own", "chat_template_kwargs": {"enable_thinking": False, "tools": 1}}
+    tokenizer = build_config(gym).policy.tokenizer
+    assert tokenizer.chat_template == "own"
+    assert tokenizer.chat_template_kwargs == {"enable_thinking": False, "tools": 1}
+    alone = build_config(small(policy={**policy, "tokenizer": {}})).policy.tokenizer
+    assert alone.chat_template == "default", "no agent asks the server"
+
+
+def test_conversations_for_distillation_have_a_processor_of_that_name() -> None:
+    """NeMo-RL's recipe of native chat (88ec9953) names it."""
+    train = {"dataset_name": "openai_format", "data_path": "a.jsonl", "processor": "chat_kd_processor"}
+    config = build_config(
+        {**DISTILLED, "data": {"train": train, "validation": None}, "teachers": [{"model_name": "a"}]}
+    )
+    assert not any("processor" in line for line in notices(config))

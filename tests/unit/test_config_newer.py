@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import build_config, config_from_json, config_to_json, dump_yaml, load_config, notices, valid_part
 from tandem.config.dump import fingerprint, resume_differences
 from tandem.config.load import HOW_TO_IGNORE, NOT_KNOWN
@@ -255,11 +255,11 @@ def test_a_key_of_the_only_teacher_of_a_list_is_ignored_where_it_is_written() ->
         "nemo_rl_version": "newer",
         "distillation": {"num_prompts_per_step": 4, "val_period": 0},
         "policy": {"model_name": "model"},
-        "teachers": [{"model_name": "a", "aligner": {"projection_matrix_path": None}}],
+        "teachers": [{"model_name": "a", "aligner": {"drop_first_assistant_chunk_kl": True}}],
         "data": {"train": {"dataset_name": "arrow_text", "data_files": "a.txt"}, "validation": None},
     }
     (line,) = build_config(settings).ignored
-    assert line == f'teachers[0].aligner ({{"projection_matrix_path": null}}) {NOT_KNOWN}'
+    assert line == f'teachers[0].aligner ({{"drop_first_assistant_chunk_kl": true}}) {NOT_KNOWN}'
 
 
 @pytest.mark.parametrize(("value", "is_noted"), [("false", False), (False, False), ("every", True)])
@@ -270,3 +270,76 @@ def test_checkpoint_keys_that_moved_to_the_backend_are_no_slips(value: object, i
         config = load_config("small.yaml", [f"policy.dtensor_cfg={text.strip()}", *override])
         assert config.ignored == ()
         assert any(line.startswith("policy.dtensor_cfg.save_consolidated") for line in notices(config)) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("asft: {max_num_steps: 60, kl_weight: 0.03}", "asft"),
+        ("critic_pretraining: {max_num_steps: -1, val_batches: -1}", "critic_pretraining"),
+        ("policy_search: {max_num_epochs: 2}", "policy_search"),
+        ("data: {energon: {model_family: qwen}, train: {path: shards, split: train}}", "data.energon"),
+    ],
+)
+def test_an_algorithm_that_is_not_built_is_never_ignored(written: str, named: str) -> None:
+    """NeMo-RL's `asft.yaml` (6a79caf2) inherits `sft.yaml`: without its section, a run would do something else."""
+    Path("own.yaml").write_text(f"defaults: small.yaml\n{written}\n")
+    for overrides in ([], [NEWER]):
+        with pytest.raises(NotSupportedYet) as caught:
+            load_config("own.yaml", overrides)
+        assert caught.value.problems == (f"own.yaml: not supported yet: {named}",)
+
+
+def test_a_slip_of_an_algorithm_and_an_empty_section_are_no_other_algorithm() -> None:
+    (line,) = problems_of("grop={max_num_steps: 3}", NEWER)
+    assert line == "command line: grop: unknown key; did you mean 'grpo'?"
+    assert load_config("small.yaml", ["search=null", NEWER]).ignored == (f"search (null) {NOT_KNOWN}",)
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ("algorithm: ppo\nppo: {ppo_epochs: 1, critic_ppo_epochs: 1}", "ppo.critic_ppo_epochs"),
+        ("data: {num_workers: 4, num_packed_rows: 1}", "data.num_packed_rows"),
+    ],
+)
+def test_a_key_that_stands_beside_an_unknown_one_is_not_the_one_meant(written: str, key: str) -> None:
+    """NeMo-RL's main branch has both of each pair (afd8853d, 0bd743f3)."""
+    Path("own.yaml").write_text(f"defaults: small.yaml\n{written}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config("own.yaml")
+    assert caught.value.problems == (f"own.yaml: {key}: unknown key{HOW_TO_IGNORE}",)
+    Path("own.yaml").write_text(f"defaults: small.yaml\n{written.replace('num_workers: 4, ', '')}\n")
+    if key == "data.num_packed_rows":
+        with pytest.raises(ConfigError, match="num_packed_rows: unknown key; did you mean 'num_workers'"):
+            load_config("own.yaml")
+
+
+def test_a_section_of_variables_is_one_where_its_name_says_so() -> None:
+    """NeMo-RL's `nemotron-3-ultra/mopd.yaml` (0e14faa7) names its teachers' folders once, in `_teachers`."""
+    Path("own.yaml").write_text(
+        "defaults: small.yaml\n_runs: {all: logs, ours: '${_runs.all}/ours'}\nlogger: {log_dir: '${_runs.ours}'}\n"
+    )
+    config = load_config("own.yaml")
+    assert (config.logger.log_dir, config.ignored) == ("logs/ours", ())
+    Path("own.yaml").write_text(Path("own.yaml").read_text().replace("_runs", "runs"))
+    with pytest.raises(ConfigError, match=r"own\.yaml: runs: unknown key"):
+        load_config("own.yaml")
+    assert "_runs: unknown key" in problems_of("_runs={all: logs}")[0], "nothing reads it"
+
+
+@pytest.mark.parametrize(
+    ("override", "listed"),
+    [
+        ("policy.generation.backend=dllm", "megatron, sglang, transformers, vllm"),
+        ("policy.generation.backend=dynamo", "megatron, sglang, transformers, vllm"),
+        ("grpo.adv_estimator.name=argmaxrl", "gdpo, grpo, opd, reinforce_plus_plus"),
+        ("grpo.adv_estimator.name=reinforce_baseline", "gdpo, grpo, opd, reinforce_plus_plus"),
+    ],
+)
+def test_words_of_the_main_branch_are_no_slips(override: str, listed: str) -> None:
+    """NeMo-RL's `dllm_grpo_llada_8b.yaml` (6201db4b) was asked whether it meant vllm."""
+    key, _, word = override.partition("=")
+    assert problems_of(override, NEWER) == (
+        f"command line: {key}: '{word}' of NeMo-RL is not built: expected one of {listed}",
+    )

@@ -122,6 +122,10 @@ def test_a_local_file_is_held_out_whole() -> None:
             "data.dataset_name: 'aime' is unknown: expected aime2024, math500, a local file",
         ),
         ("data.dataset_name=math50", "did you mean 'math500'?"),
+        (  # of its `nemo_gym_eval.yaml` (adfd2bd3)
+            "data.dataset_name=NemoGymDataset",
+            "data.dataset_name: NemoGymDataset: a run validates NeMo Gym's rows (data.validation), not this form",
+        ),
         (
             "data.repeat=16",
             "command line: data.repeat: 16: set the number of samples in eval.num_tests_per_prompt instead",
@@ -142,6 +146,20 @@ def test_data_sets_that_are_not_built_are_refused_by_name() -> None:
     with pytest.raises(NotSupportedYet) as caught:
         read("data.dataset_name=GPQA")
     assert str(caught.value) == "eval.yaml: not supported yet: data.dataset_name (GPQA)"
+
+
+def test_a_slip_in_an_evaluation_is_not_ignored() -> None:
+    """The command line sets nothing but the slip, and the file sets the key that is meant."""
+    with pytest.raises(ConfigError) as caught:
+        read("generation.temperatur=1", "nemo_rl_version=newer")
+    assert caught.value.problems == ("command line: generation.temperatur: unknown key; did you mean 'temperature'?",)
+
+
+def test_the_settings_of_an_environment_that_is_not_built_are_not_told_of() -> None:
+    """NeMo-RL's `bfcl_eval.yaml` (2e9b607f): `enable` is no slip of a key that every environment has."""
+    with pytest.raises(NotSupportedYet) as caught:
+        read("data.dataset_name=bfcl_multiturn", "env={bfcl_multiturn: {enable: true, max_turns: 4}}")
+    assert caught.value.problems == ("eval.yaml: not supported yet: data.dataset_name (bfcl_multiturn)",)
 
 
 def test_check_takes_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,11 @@ STAND_IN = "?"
 _REQUIRED = "required, but not set"
 _INSTEAD = {"data.dataset_name": "; or set data.train_data_path, a file of your own"}
 """Keys that make a required one needless."""
+_NOT_BUILT = {
+    "policy.generation.backend": ("dllm", "dynamo"),
+    "grpo.adv_estimator.name": ("argmaxrl", "reinforce_baseline"),
+}
+"""Words of NeMo-RL's main branch that are no slips of those here."""
 _WORD_ALIKE, _NAME_ALIKE, _NEARLY_SAME = 0.6, 0.7, 0.85
 """Likeness, by `difflib`, above which a word, a name of fewer or more words, and one of as many words is taken for a
 slip of another."""
@@ -63,6 +68,8 @@ def conform(value: Any, expected_type: inspect.Type, key: str) -> Any:
             if not _is_choice(value, expected_type):
                 choices = sorted(str(choice) for choice in expected_type.values)
                 listed = ", ".join(choices)
+                if value in _NOT_BUILT.get(key, ()):
+                    raise InvalidValue(key, f"{shown(value)} of NeMo-RL is not built: expected one of {listed}")
                 raise InvalidValue(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
             return _read_word(value)
         case inspect.VarTupleType():

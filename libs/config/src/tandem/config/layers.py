@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the user's file; the source of problems with keys that no layer sets."""
     layers: tuple[ConfigLayer, ...]
     merged: Plain
+    find_written: Callable[[str], str] | None = None
+    """Function that returns the key in `layers` of one in `merged`, where they differ."""
 
     def source_of(self, key: str) -> str:
         """Return the name of the topmost layer that sets `key`."""
@@ -77,7 +79,7 @@ class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
         """Tell whether a single file, or the command line, sets both keys."""
         first_sources, second_sources = (
             {layer.source for layer in self.layers if _sets(layer.settings, split_key(each))}
-            for each in (first_key, second_key)
+            for each in map(self.find_written or str, (first_key, second_key))
         )
         return not first_sources.isdisjoint(second_sources)
 

@@ -48,7 +48,7 @@ from tandem.config.layers import (
 )
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
-from tandem.config.unsupported import describe_refusal
+from tandem.config.unsupported import describe_foreign_parts, describe_refusal
 
 NEWER = "newer"
 """Value of ``nemo_rl_version`` that names no release."""
@@ -59,6 +59,7 @@ NOT_KNOWN = "is not known to this release: no effect"
 _LATEST = (0, 7)
 """Latest release of NeMo-RL whose keys are all known."""
 _MOST_LOOKS = 20
+_MEANT = re.compile(r"; did you mean '([^']+)'\?")
 
 
 def remove_foreign(
@@ -111,6 +112,17 @@ def is_foreign(problem: InvalidValue, layers: ConfigLayers) -> bool:
     if not unknown.near or layers.are_set_together(problem.key, unknown.near[0]):
         return True
     return unknown.is_idle and not any(map(layers.is_set, unknown.near))
+
+
+def _explain(problem: InvalidValue, layers: ConfigLayers) -> str:
+    """Return the error for a foreign key: what would ignore it, and no key that stands beside it as the one meant."""
+    parent = problem.key.rpartition(".")[0]
+    meant = _MEANT.search(problem.text)
+    is_beside = meant is not None and layers.are_set_together(
+        problem.key, f"{parent}.{meant[1]}" if parent else meant[1]
+    )
+    text = _MEANT.sub("", problem.text) if is_beside else problem.text
+    return f"{text}{HOW_TO_IGNORE}"
 
 
 def is_newer(version: Any) -> bool:
@@ -194,8 +206,8 @@ def _read_any_layers(path: str | Path, overrides: Sequence[str]) -> tuple[Config
         eval_key = nemo_eval.find_original_key(key)
         return layers.source_of(eval_key), eval_key if layers.is_set(eval_key) else key
 
-    layer = ConfigLayer(source=layers.main, settings=settings)
-    return ConfigLayers(main=layers.main, layers=(layer,), merged=escape_interpolations(settings)), written
+    merged = escape_interpolations(settings)
+    return msgspec.structs.replace(layers, merged=merged, find_written=nemo_eval.find_original_key), written
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -304,7 +316,7 @@ def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None
     seen = [each for each in outcome.problems if not (is_told and each in foreign)] or outcome.problems
     problems = [each for each in seen if each.key not in _DERIVED or layers.is_set(each.key)]
     lines = [
-        ": ".join(filter(None, (*locate(each.key), f"{each.text}{HOW_TO_IGNORE if each in foreign else ''}")))
+        ": ".join(filter(None, (*locate(each.key), _explain(each, layers) if each in foreign else each.text)))
         for each in problems or (() if outcome.unsupported else seen)
     ]
     if outcome.unsupported:
@@ -317,6 +329,8 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | hidden.Re
 
     Features that are not supported yet hide no other problem.
     """
+    if foreign_parts := describe_foreign_parts(merged):
+        return hidden.RefusedSettings(foreign_parts, ())
     unsupported = None
     try:
         tree = interpolate(merged)
@@ -358,10 +372,12 @@ def interpolate(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove_variables(tree: dict[str, Any], raw_tree: dict[str, Any]) -> dict[str, Any]:
-    """Remove top-level keys that are not sections and that interpolations read."""
+    """Remove top-level keys that are not sections and that interpolations read; a mapping begins with ``_`` then."""
     sections = {field.encode_name for field in config_type().fields}
-    variables = {key for key in tree if key not in sections and not isinstance(tree[key], dict)}
-    named = set(re.findall(r"\$\{(\w+)\}", repr(raw_tree))) if variables else set()
+    variables = {
+        key for key in tree if key not in sections and (key.startswith("_") or not isinstance(tree[key], dict))
+    }
+    named = set(re.findall(r"\$\{(\w+)[}.]", repr(raw_tree))) if variables else set()
     return {key: value for key, value in tree.items() if key not in variables & named}
 
 

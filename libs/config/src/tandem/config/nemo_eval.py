@@ -15,6 +15,7 @@ import msgspec
 
 from tandem.common.errors import nearest
 from tandem.config.problem import InvalidValue
+from tandem.config.schema.environments import NEMO_GYM_ROWS
 from tandem.config.shapes import EVERY_ONE
 
 _OF_NO_USE = ("num_prompts_per_step", "model_name")
@@ -117,6 +118,10 @@ def _translate_data(section: Mapping[str, Any]) -> dict[str, Any]:
     name = data.pop("dataset_name", None)
     if not isinstance(name, str):
         raise InvalidValue("data.dataset_name", "required, but not set: expected text")
+    if name == NEMO_GYM_ROWS:
+        raise InvalidValue(
+            "data.dataset_name", f"{name}: a run validates NeMo Gym's rows (data.validation), not this form"
+        )
     split = data.pop("split", None) or data.pop("dataset_key", None)
     kind = data.pop("file_format", None)
     keys = {"input_key": data.pop("problem_key", None), "output_key": data.pop("solution_key", None)}

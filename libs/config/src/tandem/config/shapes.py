@@ -27,6 +27,7 @@ ELSEWHERE = (
     "code_jaccard",
     "llm_judge",
     "retriever",
+    "bfcl_multiturn",
 )
 """Environments of NeMo-RL that are not built."""
 
@@ -38,7 +39,7 @@ _SWITCHES = {
 
 _OF_NEMO_RL = {
     "num_gpu_nodes": "its servers are started beside each rollout, and its models elsewhere",
-    "effort_levels": "the chat template's variables are those of the row",
+    "effort_levels": "rewards are the environment's, and no response's length changes them",
     "pad_dynamic_image_shapes": "images are processed as the model's own processor does",
     "invalid_tool_call_patterns": "they are those of the model's own format",
     "thinking_tags": "they are those of the model's own chat template",
@@ -67,6 +68,13 @@ _OF_BOTH_DISTILLATIONS = (
 )
 BACKEND, BACKEND_HERE = "automodel_cfg", "dtensor_cfg"
 """The section of NeMo-RL's backend that is not Megatron-Core, as its main branch and as its releases name it."""
+_RENAMED_OF_MEGATRON = {
+    "use_fused_linear_logprobs": "use_linear_ce_fusion_loss",
+    "fused_linear_logprobs_chunk_size": "linear_ce_fusion_chunk_size",
+}
+"""Keys of ``megatron_cfg`` that NeMo-RL's main branch has renamed, and their names in its releases."""
+_ALWAYS_OF_NEMO_RL = {"calculate_per_token_loss": True, "perform_initialization": True}
+"""Arguments of Megatron-Core that NeMo-RL sets whatever its file says, so that these values ask for nothing."""
 _UNSET = {"max_num_steps": -1, "async_grpo": None, "async_ppo": None}
 """Values that leave a key of the algorithm's section at its default: no limit, nothing asynchronous."""
 
@@ -158,7 +166,7 @@ def reshape(tree: dict[str, Any]) -> None:
         _leave_out_switches(tree, tree["env"])
         if tree["env"].get("should_use_nemo_gym") or isinstance(tree["env"].get(NEMO_GYM), dict):
             _list_files_of_rows(tree, tree["env"])
-            _name_tool_calls(tree)
+            _read_server_arguments(tree)
         _reshape_nemo_gym(tree, tree["env"])
         _reshape_environments(tree["env"])
     checkpointing = tree.get("checkpointing")
@@ -177,6 +185,9 @@ def reshape_model(model: dict[str, Any]) -> None:
         dtensor["save_consolidated"] = str(dtensor["save_consolidated"]).lower()
     megatron = model.get("megatron_cfg")
     if isinstance(megatron, dict):
+        for name, meant in _RENAMED_OF_MEGATRON.items():
+            if name in megatron and meant not in megatron:
+                megatron[meant] = megatron.pop(name)
         options = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
         is_usual = megatron.get("recompute_granularity") == "full" and not any(options)
         if is_usual and "activation_checkpointing" in megatron:  # the key that decides in NeMo-RL's files
@@ -184,6 +195,7 @@ def reshape_model(model: dict[str, Any]) -> None:
         (described,) = list_struct_types(field_of(field_of(config_type(), "policy").type, "megatron_cfg").type)
         ours = {field.encode_name for field in described.fields}
         free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
+        free = {key: value for key, value in free.items() if (key, value) not in _ALWAYS_OF_NEMO_RL.items()}
         if free:
             megatron["forwarded"] = {**(megatron.get("forwarded") or {}), **free}
 
@@ -246,10 +258,29 @@ def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
         policy.setdefault("train_global_batch_size", section["num_prompts_per_step"])
     if "reverse_kl" in loss:  # `kl_type` is inherited and does not apply
         loss["kl_type"] = "reverse" if loss["reverse_kl"] else "forward"
+    for teacher in teachers:
+        _place_aligner(teacher)
     first = teachers[0]
     is_alone = len(teachers) == 1 and isinstance(first, dict) and first.get("projection_matrix_path") is None
     if is_alone and first.get("weight", 1) in (None, 1):
         tree |= {"teacher": first, "teachers": None}
+
+
+def _place_aligner(teacher: Any) -> None:
+    """Move the map to a teacher's tokens, as NeMo-RL's main branch places it, to where its releases do, in place.
+
+    The rest of ``aligner`` is unknown here, unless it asks for nothing.
+    """
+    aligner = teacher.get("aligner") if isinstance(teacher, dict) else None
+    if not isinstance(aligner, dict):
+        return
+    if teacher.get("projection_matrix_path") is None:
+        teacher["projection_matrix_path"] = aligner.get("projection_matrix_path")
+    alignment = {key: value for key, value in aligner.items() if key != "projection_matrix_path"}
+    if any(alignment.values()):
+        teacher["aligner"] = alignment
+    else:
+        del teacher["aligner"]
 
 
 def _find_section(tree: dict[str, Any], name: str) -> dict[str, Any]:
@@ -302,20 +333,29 @@ def _list_files_of_rows(tree: dict[str, Any], env: dict[str, Any]) -> None:
         entry.setdefault("agent", data.pop("agent_name"))
 
 
-def _name_tool_calls(tree: dict[str, Any]) -> None:
-    """Name the format of tool calls as the arguments of vLLM's own server do, without which agents would get none."""
-    generation: Any = tree
-    for name in ("policy", "generation"):
-        generation = generation.get(name) if isinstance(generation, dict) else None
-    if not isinstance(generation, dict) or generation.get("tool_call_parser") is not None:
+def _read_server_arguments(tree: dict[str, Any]) -> None:
+    """Name the format of tool calls and the chat template as the arguments of vLLM's own server do.
+
+    Without the one, agents would get no calls; without the other, prompts would have another text than in NeMo-RL.
+    """
+    policy = tree.get("policy")
+    arguments: Any = policy
+    for name in ("generation", "vllm_cfg", "http_server_serving_chat_kwargs"):
+        arguments = arguments.get(name) if isinstance(arguments, dict) else None
+    if not isinstance(policy, dict) or not isinstance(arguments, dict):
         return
-    vllm = generation.get("vllm_cfg")
-    arguments = vllm.get("http_server_serving_chat_kwargs") if isinstance(vllm, dict) else None
-    if not isinstance(arguments, dict) or not arguments.get("enable_auto_tools"):
-        return
-    parser = arguments.get("tool_parser")
-    if isinstance(parser, str):
+    parser, generation = arguments.get("tool_parser"), policy["generation"]
+    if arguments.get("enable_auto_tools") and isinstance(parser, str) and generation.get("tool_call_parser") is None:
         generation["tool_call_parser"] = parser if parser in get_args(ToolCallParser) else "auto"
+    template, variables = arguments.get("chat_template"), arguments.get("default_chat_template_kwargs")
+    tokenizer = policy.get("tokenizer")
+    if not (isinstance(template, str) or isinstance(variables, dict)) or not isinstance(tokenizer, dict | None):
+        return
+    policy["tokenizer"] = tokenizer = {**(tokenizer or {})}
+    if isinstance(template, str) and tokenizer.get("chat_template", "default") == "default":
+        tokenizer["chat_template"] = template
+    if isinstance(variables, dict):
+        tokenizer["chat_template_kwargs"] = {**variables, **(tokenizer.get("chat_template_kwargs") or {})}
 
 
 def _reshape_nemo_gym(tree: dict[str, Any], env: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ _ALL_SAVED = "a checkpoint always has the optimizer's state, so that a run resum
 _FREE_PORTS = "the system chooses free ports"
 MODEL_ARGUMENTS = "policy.dtensor_cfg.automodel_kwargs"
 _PLANNED = "the plan of the refit chooses how each piece travels"
-_OF_NEMO_GYM = "only NeMo Gym's rollouts have penalties"
+_AS_GIVEN = "the reward is what the environment gives"
 _ONE_TEACHER = "each sample has one teacher"
 _SAME_TOKENS = "every teacher has the policy's tokens"
 _AS_THEY_COME = "engines take validation problems as they have room"
@@ -67,10 +67,10 @@ MOOT = (
     MootKey("loss_fn.alpha", (1.0,), _ONE_TEACHER),
     MootKey("loss_fn.exact_token_match_only", (False,), _SAME_TOKENS),
     MootKey("loss_fn.uncommon_topk", (8192,), _SAME_TOKENS),
-    MootKey("reward_penalties.penalize_duplicated_reasoning", (False,), _OF_NEMO_GYM),
-    MootKey("reward_penalties.penalize_empty_final_answer", (False,), _OF_NEMO_GYM),
-    MootKey("reward_penalties.penalize_unwanted_tokens", (False,), _OF_NEMO_GYM),
-    MootKey("reward_penalties.penalize_malformed_think_tag", (False,), _OF_NEMO_GYM),
+    MootKey("reward_penalties.penalize_duplicated_reasoning", (False,), _AS_GIVEN),
+    MootKey("reward_penalties.penalize_empty_final_answer", (False,), _AS_GIVEN),
+    MootKey("reward_penalties.penalize_unwanted_tokens", (False,), _AS_GIVEN),
+    MootKey("reward_penalties.penalize_malformed_think_tag", (False,), _AS_GIVEN),
     MootKey("logger.gpu_monitoring.flush_interval", (10.0,), "readings are written with each step"),
     MootKey("policy.sequence_packing.microbatch_order", (None, "packer"), "rows are in the packer's order"),
     MootKey("checkpointing.save_optimizer", (True,), _ALL_SAVED),
@@ -131,7 +131,8 @@ MOOT = (
     MootKey(
         "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
         (None, {}),
-        "policy.generation.expose_http_server and tool_call_parser decide, which for NeMo Gym is its tool_parser",
+        "policy.generation.expose_http_server, tool_call_parser and policy.tokenizer decide; those two take its "
+        "tool_parser, chat_template and default_chat_template_kwargs for NeMo Gym",
     ),
     MootKey("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
     MootKey("policy.generation.vllm_cfg.tool_parser_plugin", (None,), "the server is not vLLM's"),
@@ -301,6 +302,7 @@ DATA_KEYS = (
 )
 """Keys of ``data`` that not all runs read, but those that are refused, and those of `tandem.config.unread_keys`."""
 PROCESSORS = (
+    "chat_kd_processor",
     "default",
     "helpsteer3_data_processor",
     "kd_data_processor",
@@ -312,7 +314,7 @@ PROCESSORS = (
     "sft_processor",
     "vlm_hf_data_processor",
 )
-"""NeMo-RL v0.7's values of ``processor``. What they do follows from the data set and from other keys."""
+"""Values of ``processor`` in NeMo-RL v0.7 and its main branch. They follow from the data set and other keys."""
 
 
 def _may_see(config: Config) -> bool:

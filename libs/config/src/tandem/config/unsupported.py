@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tandem.config import engine_kinds, installed, shapes
+from tandem.config.conform import describe_unknown_key
 from tandem.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
 from tandem.config.problem import shown
 from tandem.config.schema import Config
@@ -128,6 +129,7 @@ NOT_SUPPORTED_YET = (
     UnsupportedKey(f"{_VLLM_CFG}.num_first_layers_in_bf16", (0,), _float8_engine),
     UnsupportedKey(f"{_VLLM_CFG}.num_last_layers_in_bf16", (0,), _float8_engine),
     UnsupportedKey(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
+    UnsupportedKey(f"{_VLLM_CFG}.quantization_ignore_patterns", ((),), _float8_engine),
     UnsupportedKey(f"{_VLLM_CFG}.limit_mm_per_prompt.audio", (None, 0), _vllm),
     UnsupportedKey(f"{_VLLM_CFG}.limit_mm_per_prompt.video", (None, 0), _vllm),
     UnsupportedKey("logger.swanlab_enabled", (False,)),
@@ -146,8 +148,38 @@ _DATA_SETS = {
 _ATTRIBUTES = {"_v2": "version_2"}
 """Names of fields in Python, where they differ from the key."""
 
+_NOT_OF_THE_SCHEMA = ("asft", "data.energon")
+"""Parts of NeMo-RL's main branch that no section here resembles: an algorithm whose name nearly is another's, and data
+sets of Megatron Energon. A file with one asks for another run than the rest of it says."""
+_LENGTHS = {"max_num_steps", "max_num_epochs"}
+"""Keys that only the section of an algorithm has."""
+
 NO_EFFECT_YET = (UnsupportedKey("data.add_system_prompt", (False,)),)
 """Keys accepted with a notice, since a run without them gives the same result. NeMo-RL's base files switch them on."""
+
+
+def describe_foreign_parts(tree: dict[str, Any]) -> str | None:
+    """Return the line that lists sections of settings that make it another run than any here; None without any.
+
+    They are NeMo-RL's algorithms that are not built, and `_NOT_OF_THE_SCHEMA`. To ignore one would train the model in
+    the way of an algorithm that the file inherits.
+    """
+    siblings = {field.encode_name: None for field in msgspec.structs.fields(Config)}
+    algorithms = [
+        name
+        for name, section in tree.items()
+        if name not in siblings and isinstance(section, dict) and _LENGTHS & {*section}
+        if not describe_unknown_key(name, section, siblings).near
+    ]
+    parts = [part for part in _NOT_OF_THE_SCHEMA if part not in algorithms and _find_plain(tree, part)]
+    return f"not supported yet: {', '.join([*algorithms, *parts])}" if algorithms or parts else None
+
+
+def _find_plain(tree: Any, key: str) -> Any:
+    """Return the value at a key of settings; None if there is none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def describe_refusal(config: Config) -> str | None:

@@ -198,6 +198,8 @@ class TeacherCfg(ConfigSection, frozen=True, kw_only=True):
     """Ranks that share the layers in sequence."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
+    expert_model_parallel_size: PositiveInt | None = None
+    """Ranks that share the experts of each layer; null means the policy's, with Megatron-Core, and otherwise 1."""
     micro_batch_size: PositiveInt = 1
     """Sequences in one forward pass."""
     precision: Literal["bf16", "bfloat16", "fp32", "float32"] = "bf16"
@@ -214,13 +216,14 @@ class TeacherCfg(ConfigSection, frozen=True, kw_only=True):
                 pipeline_model_parallel_size=self.pipeline_model_parallel_size,
                 virtual_pipeline_model_parallel_size=None,
                 context_parallel_size=context,
+                expert_model_parallel_size=self.expert_model_parallel_size or megatron.expert_model_parallel_size,
             )
         else:
             dtensor = msgspec.structs.replace(
                 dtensor,
                 tensor_parallel_size=tensor,
                 context_parallel_size=context,
-                expert_parallel_size=1,
+                expert_parallel_size=self.expert_model_parallel_size or 1,
                 dp_replicate_size=1,
             )
         return msgspec.structs.replace(

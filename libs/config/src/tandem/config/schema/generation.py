@@ -102,6 +102,8 @@ class VllmCfg(ConfigSection, frozen=True, kw_only=True):
     """With precision fp8: last layers that stay in bfloat16."""
     quantization_ignored_layer_kws: tuple[NonEmptyStr, ...] = ()
     """With precision fp8: layers with one of these in their name stay in bfloat16."""
+    quantization_ignore_patterns: tuple[NonEmptyStr, ...] = ()
+    """Same as `quantization_ignored_layer_kws`, with wildcards, in NeMo-RL 0.8."""
     use_deep_gemm: bool = False
     """Accepted: with precision fp8, multiply with DeepGEMM. vLLM chooses by itself."""
     env_vars: dict[str, Any] | None = None
