@@ -44,6 +44,7 @@ TYPED_BY = {
     "replay.md": "test_docs.py",
     "runs.md": "test_runs_listed.py",
     "tinker.md": "test_tinker.py",
+    "training.md": "test_mtp.py",
 }
 """Pages whose commands other tests type."""
 OTHERS = {"migrating.md"}
