@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import inspect
@@ -276,6 +276,16 @@ def describe_unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> U
         and any(config_key.endswith(f".{name}") for config_key in list_keys(config_type())),
         is_idle=_is_idle(value) and all(_is_idle(siblings[sibling]) for sibling in near),
     )
+
+
+def find_setting(node: Any, parts: Sequence[str]) -> Any:
+    """Return the value at a key of settings; None where they have none, or have it in another place."""
+    for part in parts:
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def _is_scalar(default: Any) -> bool:

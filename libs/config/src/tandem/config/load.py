@@ -33,7 +33,7 @@ from msgspec.inspect import StructType
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import checks, hidden, megatron, nemo_eval
-from tandem.config.conform import complete_settings, config_type, conform
+from tandem.config.conform import complete_settings, config_type, conform, find_setting
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escape_interpolations, make_plain
 from tandem.config.layers import (
@@ -137,20 +137,10 @@ def _describe_foreign(
     settings: dict[str, Any], problems: list[InvalidValue], written: Callable[[str], str]
 ) -> list[str]:
     """Return a notice about the key of each problem, as its file has it."""
-    values = [_find_value(settings, split_key(each.key)) for each in problems]
+    values = [find_setting(settings, split_key(each.key)) for each in problems]
     return [
         f"{written(each.key)} ({_show_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)
     ]
-
-
-def _find_value(node: Any, parts: list[str]) -> Any:
-    """Return the value at a key; None where the settings have it in another place."""
-    for part in parts:
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            node = node.get(part) if isinstance(node, dict) else None
-    return node
 
 
 def _show_plain(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, get_args
 
-from tandem.config.conform import config_type, field_of, list_struct_types
+from tandem.config.conform import config_type, field_of, find_setting, list_struct_types
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import MODELS, EnvironmentConfig
 from tandem.config.schema.declarations import ALGORITHMS, DISTILLATION, OFF_POLICY_DISTILLATION
@@ -339,9 +339,7 @@ def _read_server_arguments(tree: dict[str, Any]) -> None:
     Without the one, agents would get no calls; without the other, prompts would have another text than in NeMo-RL.
     """
     policy = tree.get("policy")
-    arguments: Any = policy
-    for name in ("generation", "vllm_cfg", "http_server_serving_chat_kwargs"):
-        arguments = arguments.get(name) if isinstance(arguments, dict) else None
+    arguments = find_setting(policy, ("generation", "vllm_cfg", "http_server_serving_chat_kwargs"))
     if not isinstance(policy, dict) or not isinstance(arguments, dict):
         return
     parser, generation = arguments.get("tool_parser"), policy["generation"]

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from tandem.config import engine_kinds, installed, shapes
-from tandem.config.conform import describe_unknown_key
+from tandem.config import engine_kinds, shapes
+from tandem.config.conform import describe_unknown_key, find_setting
+from tandem.config.installed import vllm_arguments
 from tandem.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
 from tandem.config.problem import shown
 from tandem.config.schema import Config
@@ -171,15 +172,8 @@ def describe_foreign_parts(tree: dict[str, Any]) -> str | None:
         if name not in siblings and isinstance(section, dict) and _LENGTHS & {*section}
         if not describe_unknown_key(name, section, siblings).near
     ]
-    parts = [part for part in _NOT_OF_THE_SCHEMA if part not in algorithms and _find_plain(tree, part)]
+    parts = [part for part in _NOT_OF_THE_SCHEMA if part not in algorithms and find_setting(tree, part.split("."))]
     return f"not supported yet: {', '.join([*algorithms, *parts])}" if algorithms or parts else None
-
-
-def _find_plain(tree: Any, key: str) -> Any:
-    """Return the value at a key of settings; None if there is none."""
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 def describe_refusal(config: Config) -> str | None:
@@ -212,9 +206,9 @@ def _list_of_engines(config: Config) -> Iterator[str]:
             f"{_VLLM_CFG}.expert_parallel_size ({vllm.expert_parallel_size}: neither 1 nor tensor_parallel_size, "
             f"which is {vllm.tensor_parallel_size})"
         )
-    method = installed.vllm_arguments.find_unbuilt_draft_method(config.policy.generation.vllm_kwargs)
+    method = vllm_arguments.find_unbuilt_draft_method(config.policy.generation.vllm_kwargs)
     if method is not None:
-        yield f"policy.generation.vllm_kwargs.{installed.vllm_arguments.SPECULATION} ({method})"
+        yield f"policy.generation.vllm_kwargs.{vllm_arguments.SPECULATION} ({method})"
 
 
 def _list_not_built(config: Config) -> Iterator[str]:
