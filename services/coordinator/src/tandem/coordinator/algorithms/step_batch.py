@@ -188,7 +188,10 @@ def training_batch(
         metrics |= counts | {"filtered_reward": float(columns.rewards_S[~columns.is_dropped_S].mean())}
     counts_S, rewards_S = ~columns.is_dropped_S, columns.rewards_S.astype(np.float64)
     if grpo.reward_scaling.enabled or grpo.reward_shaping.enabled:
-        rewards_S = _shape_rewards(grpo, columns, metrics)
+        rewards_S = scale(rewards_S, grpo.reward_scaling)
+        rewards_S = shape(rewards_S, columns.response_lengths_S, columns.is_truncated_S, grpo.reward_shaping)
+        if counts_S.any():
+            metrics["training_reward"] = float(rewards_S[counts_S].mean())
     rewards_GN, counts_GN = rewards_S.reshape(-1, num_samples), counts_S.reshape(-1, num_samples)
     by_role = compare_roles(grpo, samples) if samples[0].role_rewards else None
     if by_role is not None:
@@ -222,15 +225,6 @@ def training_batch(
         notes=notes,
     )
     return batch if by_role is None else by_role.put_into(batch, samples), metrics
-
-
-def _shape_rewards(grpo: RolloutsConfig, columns: SampleColumns, metrics: dict[str, float]) -> NDArray[np.float64]:
-    """Return the rewards scaled and shaped; add their mean to `metrics`."""
-    counts_S, scaled_S = ~columns.is_dropped_S, scale(columns.rewards_S.astype(np.float64), grpo.reward_scaling)
-    rewards_S = shape(scaled_S, columns.response_lengths_S, columns.is_truncated_S, grpo.reward_shaping)
-    if counts_S.any():
-        metrics["training_reward"] = float(rewards_S[counts_S].mean())
-    return rewards_S
 
 
 def _compare_samples(

@@ -33,8 +33,6 @@ from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers import finished_steps, live_file, observer, progress, timeline, watching
-from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.observers.watching import PageObserver, TraceObserver, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.preparing.resuming import StartingPoint, refuse_changes
 from tandem.coordinator.processes.registry import ProcessRegistry
@@ -59,9 +57,7 @@ from tandem.samples.images.rows import image_folder
 from tandem.samples.sample_files import RestoreLimits, SampleFolder
 
 if TYPE_CHECKING:
-    from tandem.coordinator.loop.loop import CoordinatorLoop
     from tandem.coordinator.observers.checkpoint_evaluations import CheckpointEvaluations
-    from tandem.coordinator.scheduler.spec import RunSpec
     from tandem.observe.exporters.prometheus import MetricsExporter  # needs an extra
 
 _ANY_PORT = ":*"
@@ -76,7 +72,7 @@ class FrontEnd(Protocol):
         """Return the run spec that it needs."""
         ...
 
-    def display(self) -> Observer:
+    def display(self) -> observer.Observer:
         """Return what shows the run on the console."""
         ...
 
@@ -128,10 +124,10 @@ class OpenedResources(msgspec.Struct, frozen=True, kw_only=True):
     writers: MetricWriters
     exporter: MetricsExporter | None
     """Exporter for Prometheus, if that is on."""
-    traces: TraceObserver | None
+    traces: watching.TraceObserver | None
     images_at: Listener | None
     """Where processes that do not see the run's folder ask for its images; None if the policy does not see."""
-    watching: tuple[Observer, ...]
+    watching: tuple[observer.Observer, ...]
     """Observers that need nothing of the attempt."""
     evaluations: CheckpointEvaluations | None
     """Evaluation during training, if that is on."""
@@ -152,7 +148,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     if earlier is not None and listening.hub.address != earlier.address:
         earlier = earlier.release_names(earlier.staying)  # they look at another address
     stack.callback(listening.hub.close)
-    exporter = serve_prometheus(config.logger, stack)
+    exporter = watching.serve_prometheus(config.logger, stack)
     if exporter is not None:
         say(f"metrics: {exporter.url}")
     listener = page_process.open_page_socket(config.logger.page)
@@ -174,17 +170,17 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     if invocation.ready.algorithm.images is not None:
         invocation.ready.algorithm.images.keep(image_folder(config).folder)
     images_at = None if family_of(config.policy) is None else _serve_images(config, run_id, listening, stack)
-    watching: list[Observer] = []
+    observers: list[observer.Observer] = []
     if listener is not None:
         page = page_process.PageProcess(journal.folder, listener)
         stack.callback(page.close)
         say(f"page: {page.url}")
-        watching.append(PageObserver(page))
+        observers.append(watching.PageObserver(page))
     if exporter is not None:
         exporter.name_run(run_id)
     traces = None
     if config.logger.opentelemetry.endpoint is not None:
-        traces = TraceObserver(config.logger.opentelemetry.endpoint, run_id)
+        traces = watching.TraceObserver(config.logger.opentelemetry.endpoint, run_id)
         stack.callback(traces.end, say)
     evaluations = _begin_evaluations(invocation, journal, stack)
     return OpenedResources(
@@ -195,7 +191,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
         exporter=exporter,
         traces=traces,
         images_at=images_at,
-        watching=(*watching, *([] if evaluations is None else [evaluations])),
+        watching=(*observers, *([] if evaluations is None else [evaluations])),
         evaluations=evaluations,
     )
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
-from tandem.coordinator.scheduler import events, phases, rules
+from tandem.coordinator.scheduler import events, phases
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup, StepGroups
+from tandem.coordinator.scheduler.rules import regeneration
 from tandem.coordinator.scheduler.spec import DynamicSampling
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
@@ -75,7 +76,7 @@ def assign(tables: SchedulerTables) -> list[events.Action] | None:
     actions = _say_who_is_full(tables, full) if full or tables.full else []
     if not chosen_groups:
         return actions or None
-    dropped = rules.regeneration.drop_restored(tables, chosen_groups) if tables.restored.groups else []
+    dropped = regeneration.drop_restored(tables, chosen_groups) if tables.restored.groups else []
     for engine, groups in chosen_groups.items():
         while groups:
             first = groups[0]
@@ -110,7 +111,7 @@ def take_results(tables: SchedulerTables, process: str, finished: SamplesFinishe
         and group.purpose == "train"
         and group.oldest_version < tables.oldest_version(group.step)
     ]
-    return rules.regeneration.drop_too_old(tables, old) if old else []
+    return regeneration.drop_too_old(tables, old) if old else []
 
 
 # --- the groups of a step --------------------------------------------------------------------------------------------
