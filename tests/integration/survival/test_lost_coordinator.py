@@ -21,7 +21,7 @@ from tests.harness import leaks
 from tests.harness.processes import killing_rollout
 from tests.harness.processes.killing_rollout import kill_file
 from tests.harness.runs import consoles
-from tests.harness.runs.by_hand import assert_same_results, last_weights, undisturbed_run
+from tests.harness.runs.by_hand import assert_same_results, in_folder, last_weights, undisturbed_run
 from tests.harness.runs.harms import PROMPT
 from tests.harness.runs.harried import coordinator_of
 from tests.harness.runs.held_runs import await_hold, go_on, hold
@@ -290,7 +290,7 @@ def test_a_supervised_run_does_without_the_file_of_the_run_that_made_its_model()
 def prepared_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with a prerequisite, which nothing has happened to."""
     folder = tmp_path_factory.mktemp("prepared")
-    with contextlib.chdir(folder):
+    with in_folder(folder):
         write_inputs(folder)
         done = coordinator("up", add_prerequisite(EDITED, 12))
         assert done.returncode == 0, done.stdout + done.stderr

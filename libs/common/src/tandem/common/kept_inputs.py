@@ -113,7 +113,6 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
     paths = [*code, *beside[:_MOST_SIBLINGS], *run_in_place, *(Path(path).absolute() for path in data)]
     files, stamps, num_bytes = dict[str, str](), dict[str, tuple[int, int]](), 0
     folder = run.absolute() / FOLDER
-    sources = dict[str, str]()
     for path in dict.fromkeys(paths):
         source = Path(path_of(str(path)))
         if irregular(str(source)) is not None or not source.is_file():
@@ -122,7 +121,6 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
         if num_bytes + size > MOST_BYTES:
             stamps[str(path)] = _stamp(path)
             continue
-        sources[str(path)] = str(source)
         num_bytes += size
         files[str(path)] = f"{len(files)}-{path.name}"
     if not files and not stamps:
@@ -132,7 +130,7 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
     shutil.rmtree(new_folder, ignore_errors=True)
     new_folder.mkdir()
     for original, name in files.items():
-        shutil.copyfile(sources[original], new_folder / name)
+        shutil.copyfile(path_of(original), new_folder / name)
     manifest = InputManifest(modules=dict(modules), files=files, programs=tuple(map(str, run_in_place)), stamps=stamps)
     (new_folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
     shutil.rmtree(folder, ignore_errors=True)

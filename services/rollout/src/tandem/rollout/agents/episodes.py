@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -96,7 +97,6 @@ class Episode(ServedModel):
         self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
         """The reward or the failure that the agent reports."""
         self.is_over = False
-        self.judge = EpisodeJudge(self, driver, images)
         self._driver = driver
         self._max_completions = config.agent.max_completions
         self._num_asked = 0
@@ -104,6 +104,11 @@ class Episode(ServedModel):
         """Chats by the tokens and images of their prompts."""
         self._why_refused = ""
         """Why the last reward posted was refused."""
+
+    @cached_property
+    def judge(self) -> EpisodeJudge:
+        """The policy as this episode's judge, made when it is first asked."""
+        return EpisodeJudge(self, self._driver, self.images)
 
     def described(self, server: str) -> dict[str, Any]:
         """Return what the agent is told: where to send requests, and what to play."""

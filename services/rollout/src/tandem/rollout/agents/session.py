@@ -216,8 +216,8 @@ class EpisodeSession:
         if self._experts is None:
             return arrays
         routed_parts = [self.exchanges[number].completion.routed_experts_TX for number in path]
-        routed_TX = self._experts.of_sequence([each for each in routed_parts if each is not None], len(token_ids))
-        return arrays.replace(**{routed_experts.COLUMN: routed_TX})
+        routings = [routing_TX for routing_TX in routed_parts if routing_TX is not None]
+        return arrays.replace(**self._experts.make_columns(routings, len(token_ids)))
 
     def _path(self, leaf: int) -> list[int]:
         path: list[int] = []
