@@ -315,6 +315,22 @@ def test_a_key_that_stands_beside_an_unknown_one_is_not_the_one_meant(written: s
             load_config("own.yaml")
 
 
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("num_prompt_per_step", "num_prompts_per_step"),
+        ("num_promptss_per_step", "num_prompts_per_step"),
+        ("num_prompts_par_step", "num_prompts_per_step"),
+        ("num_prompst_per_step", "num_prompts_per_step"),
+    ],
+)
+def test_one_wrong_letter_names_the_key_even_where_it_stands_beside(slip: str, meant: str) -> None:
+    Path("own.yaml").write_text(f"defaults: small.yaml\ngrpo: {{{slip}: 4, {meant}: 2}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config("own.yaml")
+    assert caught.value.problems == (f"own.yaml: grpo.{slip}: unknown key; did you mean '{meant}'?{HOW_TO_IGNORE}",)
+
+
 def test_a_section_of_variables_is_one_where_its_name_says_so() -> None:
     """NeMo-RL's `nemotron-3-ultra/mopd.yaml` (0e14faa7) names its teachers' folders once, in `_teachers`."""
     Path("own.yaml").write_text(

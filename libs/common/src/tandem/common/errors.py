@@ -203,8 +203,17 @@ def listed(things: Iterable[object]) -> str:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the choice nearest to `word`, or an empty string if none is close."""
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return suggest(match) if (match := find_nearest(word, choices)) else ""
+
+
+def find_nearest(word: str, choices: Iterable[str]) -> str:
+    """Return the choice nearest to `word`, or an empty string if none is close."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)), "")
+
+
+def suggest(choice: str) -> str:
+    """Return the end of an error that asks whether `choice` was meant."""
+    return f"; did you mean {choice!r}?"
 
 
 _LACKING = frozenset(

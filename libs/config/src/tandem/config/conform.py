@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from tandem.common.errors import nearest
+from tandem.common.errors import find_nearest, nearest, suggest
 from tandem.config.peer_names import PeerKey, find_peer_keys
 from tandem.config.problem import InvalidValue, ProblemCollector, UnknownKey, shown
 from tandem.config.schema import MODELS, Config
@@ -33,6 +33,8 @@ _FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"
 STAND_IN = "?"
 """Text in place of a required one that is not set: a name of nothing, neither on disk nor on the Hub."""
 
+UNKNOWN = "unknown key"
+"""Beginning of the error for a key that is not known."""
 _REQUIRED = "required, but not set"
 _INSTEAD = {"data.dataset_name": "; or set data.train_data_path, a file of your own"}
 """Keys that make a required one needless."""
@@ -206,15 +208,18 @@ def _conform_struct(value: Any, struct_type: inspect.StructType, key: str) -> di
     # verl has a section of the name of a key here, `algorithm`.
     sections = [name for name in mapping if name in fields and _is_section(mapping[name], fields[name].type)]
     of_peers = {name: find_peer_keys(_join(key, str(name)), mapping[name]) for name in (*unknown_names, *sections)}
-    suggestions = {name: _suggest(name, key, list(fields)) for name in unknown_names if not of_peers[name]}
+    meant = {name: _find_meant(name, key, list(fields)) for name in unknown_names if not of_peers[name]}
     for peer_key in itertools.chain(*of_peers.values()):
         unknown = UnknownKey(is_misplaced=bool(peer_key.equivalent) or peer_key.peer == "verl")
-        problems.found.append(InvalidValue(peer_key.path, f"unknown key{peer_key.hint}", unknown=unknown))
-    for name, hint in suggestions.items():
+        problems.found.append(InvalidValue(peer_key.path, f"{UNKNOWN}{peer_key.hint}", unknown=unknown))
+    for name, meant_name in meant.items():
         unknown = describe_unknown_key(
             _join(key, name), mapping[name], {sibling: fields[sibling].default for sibling in fields}
         )
-        problems.found.append(InvalidValue(_join(key, name), f"unknown key{hint}", unknown=unknown))
+        if meant_name in fields:
+            unknown = unknown._replace(meant=_join(key, meant_name))
+        hint = suggest(meant_name) if meant_name else f"; {key or 'the top level'} knows {', '.join(fields)}"
+        problems.found.append(InvalidValue(_join(key, name), f"{UNKNOWN}{hint}", unknown=unknown))
     result: dict[str, Any] = {}
     for name, field in fields.items():
         if of_peers.get(name):
@@ -222,7 +227,7 @@ def _conform_struct(value: Any, struct_type: inspect.StructType, key: str) -> di
         if name in mapping:
             with problems.collected():
                 result[name] = conform(mapping[name], field.type, _join(key, name))
-        elif field.required and f"; did you mean {name!r}?" not in suggestions.values():
+        elif field.required and name not in meant.values():
             path, expected = _join(key, name), describe_type(field.type)
             problems.found.append(InvalidValue(path, f"{_REQUIRED}: expected {expected}{_INSTEAD.get(path, '')}"))
     settings = [*itertools.chain(*of_peers.values())]
@@ -315,13 +320,13 @@ def _compute_likeness(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
-def _suggest(name: str, key: str, siblings: list[str]) -> str:
-    """Return a hint for an unknown key: the section where that name belongs, the nearest sibling, or all siblings."""
-    near = nearest(name, siblings)
+def _find_meant(name: str, key: str, siblings: list[str]) -> str:
+    """Return what an unknown key may be meant for: the key where that name belongs, or the nearest sibling."""
+    near = find_nearest(name, siblings)
     for config_key in list_keys(config_type()):
         if config_key.rpartition(".")[2] == name and config_key not in _OF_DISTILLATION and (not near or key):
-            return f"; did you mean {config_key!r}?"
-    return near or f"; {key or 'the top level'} knows {', '.join(siblings)}"
+            return config_key
+    return near
 
 
 def _conform_union(value: Any, expected_type: inspect.UnionType, key: str) -> Any:

@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import operator
 import re
@@ -33,7 +34,7 @@ from msgspec.inspect import StructType
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import checks, hidden, megatron, nemo_eval
-from tandem.config.conform import complete_settings, config_type, conform, find_setting
+from tandem.config.conform import UNKNOWN, complete_settings, config_type, conform, find_setting
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escape_interpolations, make_plain
 from tandem.config.layers import (
@@ -59,7 +60,6 @@ NOT_KNOWN = "is not known to this release: no effect"
 _LATEST = (0, 7)
 """Latest release of NeMo-RL whose keys are all known."""
 _MOST_LOOKS = 20
-_MEANT = re.compile(r"; did you mean '([^']+)'\?")
 
 
 def remove_foreign(
@@ -115,14 +115,20 @@ def is_foreign(problem: InvalidValue, layers: ConfigLayers) -> bool:
 
 
 def _explain(problem: InvalidValue, layers: ConfigLayers) -> str:
-    """Return the error for a foreign key: what would ignore it, and no key that stands beside it as the one meant."""
-    parent = problem.key.rpartition(".")[0]
-    meant = _MEANT.search(problem.text)
-    is_beside = meant is not None and layers.are_set_together(
-        problem.key, f"{parent}.{meant[1]}" if parent else meant[1]
-    )
-    text = _MEANT.sub("", problem.text) if is_beside else problem.text
+    """Return the error for a foreign key, with what would ignore it.
+
+    A key that stands beside it in the same file is not the one meant, unless they differ by a single letter.
+    """
+    meant = "" if problem.unknown is None else problem.unknown.meant
+    is_beside = bool(meant) and layers.are_set_together(problem.key, meant)
+    text = UNKNOWN if is_beside and not _is_misspelt(problem.key, meant) else problem.text
     return f"{text}{HOW_TO_IGNORE}"
+
+
+def _is_misspelt(word: str, known_word: str) -> bool:
+    """Tell whether one letter that is missing, added, wrong or swapped with its neighbour is all that differs."""
+    blocks = difflib.SequenceMatcher(None, word, known_word).get_matching_blocks()
+    return max(len(word), len(known_word)) - sum(block.size for block in blocks) <= 1
 
 
 def is_newer(version: Any) -> bool:

@@ -19,6 +19,8 @@ class UnknownKey(NamedTuple):
 
     near: tuple[str, ...] = ()
     """Known keys beside it that it may be a slip of, in full, the likeliest first."""
+    meant: str = ""
+    """Key beside it that the error suggests, in full; empty if it suggests none."""
     is_misplaced: bool = False
     """Whether other sections have a key of that name."""
     is_idle: bool = False
