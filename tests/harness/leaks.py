@@ -17,6 +17,8 @@ import psutil
 
 SETTLE_S = 30.0
 """How long what is on its way out may take."""
+of_harness: set[int] = set()
+"""Ids of processes that outlive a test on purpose: a fork server that is replaced, because it was slow, is no leak."""
 _MARK = "TANDEM_TESTS_OF"
 _SHARED_MEMORY = "/dev/shm"
 
@@ -62,7 +64,7 @@ def new_processes(before: frozenset[int]) -> set[Started]:
 
     Only what is new is looked at: it is done after every test, and all that a machine runs is ten times as much.
     """
-    new = pids() - before
+    new = pids() - before - of_harness
     return _started(_own_among(new)) if new else set()
 
 

@@ -20,6 +20,7 @@ from typing import IO
 from tandem.launch.child import ForkedChild
 from tandem.launch.fork_server import ServiceForkServer, serve
 from tandem.launch.launch import preload
+from tests.harness import leaks
 from tests.harness.runs import whole_pages
 
 COMMANDS = ("coordinator", "trainer", "rollout", "refit")
@@ -64,7 +65,9 @@ class _OfAnInterpreter(ServiceForkServer):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), self._preload.__name__]
-            return subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[3]), ours
+            process = subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[3])
+        leaks.of_harness.add(process.pid)
+        return process, ours
 
 
 def _preload() -> None:
