@@ -48,23 +48,44 @@ def restore() -> None:
 
 
 def interrupt_when_asked() -> None:
-    """Have every termination signal do what Ctrl-C does: raise `KeyboardInterrupt`, once.
+    """Have every termination signal do what Ctrl-C does: raise `KeyboardInterrupt`, once. Unblock those blocked.
 
     `timeout` and systemd signal several times; only Ctrl-C interrupts the shutdown once it has begun. Python ignores
     exceptions in a finalizer, so the process may go on all the same. It is then told again when it begins to listen
-    (`hear_signals`).
+    (`hear_signals`), whether or not this function is called once more before.
     """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        _raised.append(number)
-        for heard_number in _list_heard():
-            if heard_number != signal.SIGINT:
-                signal.signal(heard_number, _go_on)
-        raise KeyboardInterrupt
-
-    _raised.clear()
+    if not any(signal.getsignal(number) is _interrupt for number in _ENDING):
+        _raised.clear()
     for number in _list_heard():
-        signal.signal(number, interrupt)
+        signal.signal(number, _interrupt)
+    unblock_signals()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _raised.append(number)
+    for heard_number in _list_heard():
+        if heard_number != signal.SIGINT:
+            signal.signal(heard_number, _go_on)
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def block_signals() -> Iterator[None]:
+    """Block termination signals inside the block, in this thread and in what it starts: they wait.
+
+    A program that is started so is signalled when it calls `unblock_signals` or `interrupt_when_asked`, however early
+    the signal comes. While it imports, `KeyboardInterrupt` would be a traceback, or would be lost in a finalizer.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def unblock_signals() -> None:
+    """Have termination signals that were blocked when this process began, or since, take effect."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 def end_when_stuck() -> TerminationWatch:

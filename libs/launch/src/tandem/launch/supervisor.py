@@ -203,7 +203,8 @@ class Supervisor:
                 say(ours, InitialState(reason, kept_pids, tuple(self._replaced_at)))
                 owner = ["--configs-fd", str(configs.fileno())]
                 owner += ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
-                with signals.defer_signals():  # then `_pass_on` knows of it
+                # Then `_pass_on` knows of it, and it takes no signal before it knows what to do about one.
+                with signals.defer_signals(), signals.block_signals():
                     # In a group of its own: a signal from the terminal then reaches it once, through this process.
                     process = subprocess.Popen(
                         [*self._program, *self._words, *start_words, *owner],

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
-from tandem.common import descriptors, errors, gc_tuning, kept_inputs, outputs
+from tandem.common import descriptors, errors, gc_tuning, kept_inputs, outputs, signals
 from tandem.common.distribution import version
 from tandem.common.network import forget_empty_endpoint
 from tandem.coordinator.bisecting import bisect
@@ -125,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     descriptors.raise_limit()
     arguments = _parse(argv)
     try:
+        signals.unblock_signals()
         with outputs.outlast_readers() if arguments.command in _LASTING else contextlib.nullcontext():
             carry_out: CarryOut = arguments.carry_out
             code = carry_out(arguments)

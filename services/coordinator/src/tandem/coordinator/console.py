@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
 def main() -> int:
-    """Import the command line and run it; return the exit code."""
+    """Import the command line and run it; return the exit code.
+
+    Signals wait until it handles them: many imports run finalizers, in which Python ignores `KeyboardInterrupt`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         from tandem.coordinator.cli import main as run_command_line
     except KeyboardInterrupt:

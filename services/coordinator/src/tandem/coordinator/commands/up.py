@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.common import kept_inputs
+from tandem.common import kept_inputs, signals
 from tandem.common.errors import FAILED, OK, ConfigError, DamagedCheckpoint, RunFolderError, TandemError, is_shortage
 from tandem.common.process_lifetime import die_with
 from tandem.config import config_from_json, config_to_json, load_config
@@ -61,6 +61,7 @@ def add(commands: Commands) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    signals.interrupt_when_asked()
     if arguments.supervised_by:
         die_with(arguments.supervised_by)
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"

@@ -118,7 +118,8 @@ class SideBySide:
         run.log.parent.mkdir(parents=True, exist_ok=True)
         owner = f"--supervised-by={os.getpid()}"  # the kernel ends it with this process
         words = [*_UP, self._path, *run.settings, "--supervise", owner, *begin]
-        with run.log.open("ab") as output, signals.defer_signals():  # then `_pass_on` knows of it
+        # Then `_pass_on` knows of it, and it begins with what it would do about a signal.
+        with run.log.open("ab") as output, signals.defer_signals(), signals.block_signals():
             # In a group of its own: a signal from the terminal then reaches it once, through this process.
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
