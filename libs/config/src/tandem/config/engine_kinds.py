@@ -104,7 +104,7 @@ _VLLM = EngineKind(
     must_start_first=True,  # it asserts that no process frees memory meanwhile, and takes what others take for its own
     drafts=True,
     knows_every_router=True,
-    rules=("tandem.config.checks.vllm.RULES",),
+    rules=("tandem.config.checks.vllm.RULES", "tandem.config.checks.vision.VLLM_RULES"),
     notices=("tandem.config.checks.vllm.list_arguments_without_effect",),
 )
 

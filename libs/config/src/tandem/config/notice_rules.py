@@ -11,8 +11,8 @@ from tandem.common.user_code import named
 from tandem.config import derive, unread_keys, unsupported
 from tandem.config.checks import adapters, numbers, run
 from tandem.config.installed.sources import find_package
+from tandem.config.models.families import is_text_only
 from tandem.config.models.model_sizes import read_expert_sizes, read_model_config, read_model_sizes
-from tandem.config.models.vision_families import family_of
 from tandem.config.named import holds_texts
 from tandem.config.problem import describe_without_effect
 from tandem.config.schema import MODELS, Config, OptimizerConfig
@@ -328,7 +328,7 @@ def _notice_moot_keys(config: Config) -> Iterator[str]:
     for row in unread_keys.MOOT:
         for key in unread_keys.list_keys(row, config):
             value = unsupported.find_value(config, key)
-            if key == unread_keys.MODEL_ARGUMENTS and family_of(config.policy) is not None:
+            if key == unread_keys.MODEL_ARGUMENTS and not is_text_only(config.policy):
                 value = {name: each for name, each in value.items() if name != "freeze_config"}
             if value not in row.off:
                 yield describe_without_effect(key, value, row.reason)
@@ -371,10 +371,10 @@ def _notice_data_sets(config: Config) -> Iterator[str]:
                 yield describe_without_effect(f"data.{side}[{index}].data_files", data_set.data_files, reason)
 
 
-def _notice_vision(config: Config) -> Iterator[str]:
-    """Yield a wrong statement whether the model sees."""
-    stated, sees = config.policy.is_vlm, family_of(config.policy) is not None
-    if stated is not None and stated != sees:
+def _notice_vlm(config: Config) -> Iterator[str]:
+    """Yield a wrong statement whether the model takes more than text."""
+    stated = config.policy.is_vlm
+    if stated is not None and stated == is_text_only(config.policy):
         yield describe_without_effect("policy.is_vlm", stated, "the model's config.json decides")
 
 
@@ -463,7 +463,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _notice_joint_teachers,
     _notice_data_sets,
     unread_keys.notice_data_keys,
-    _notice_vision,
+    _notice_vlm,
     _notice_validation,
     _notice_lengths,
     numbers.find_too_small_rates,

@@ -9,8 +9,8 @@ import msgspec
 
 from tandem.common.errors import nearest
 from tandem.config import named
+from tandem.config.models.families import is_text_only
 from tandem.config.models.model_sizes import read_model_config
-from tandem.config.models.vision_families import family_of
 from tandem.config.problem import describe_without_effect
 from tandem.config.schema import MODELS, Config, DataConfig
 from tandem.config.schema.data import OF_EACH_SET
@@ -250,7 +250,7 @@ DATA_KEYS = (
     DataKey(("prompt_key", "chosen_key", "rejected_key"), _of_kinds("preferences"), "only rows of pairs have them"),
     DataKey(("text_key", "characters_per_sample"), _of_kinds("texts"), "only arrow_text is raw text"),
     DataKey(("image_key",), _of_kinds("problems", "conversations", "preferences"), "only rows have images"),
-    DataKey(("max_image_pixels",), lambda view: _may_see(view.config), "policy.model_name is a text model"),
+    DataKey(("max_image_pixels",), lambda view: _may_take_more(view.config), "policy.model_name is a text model"),
     DataKey(
         ("task_params",), lambda view: view.name in named.GENERATED, "only problems that are generated have parameters"
     ),
@@ -317,9 +317,9 @@ PROCESSORS = (
 """Values of ``processor`` in NeMo-RL v0.7 and its main branch. They follow from the data set and other keys."""
 
 
-def _may_see(config: Config) -> bool:
-    """Tell whether the model sees, or is not on this machine."""
-    return read_model_config(config.policy) is None or family_of(config.policy) is not None
+def _may_take_more(config: Config) -> bool:
+    """Tell whether the model takes more than text, or is not on this machine."""
+    return read_model_config(config.policy) is None or not is_text_only(config.policy)
 
 
 def _is_of_files(view: DataView) -> bool:

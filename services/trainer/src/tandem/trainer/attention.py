@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tandem.common.attention import chunks, settings, stateful
 from tandem.common.attention.segments import attend as attend_within
 from tandem.common.attention.segments import attend_on_gpu
-from tandem.config.models.vision_families import VISION
+from tandem.config.models.families import find_language_prefix
 from tandem.trainer.batching.packing import pack_row, share_prompts
 from tandem.trainer.micro_batches import TokenRow
 
@@ -290,8 +290,8 @@ def _find_positions(inputs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def use_attention(model: Any, name: str) -> None:
-    """Set the attention of a model; of its language model alone if it sees, since a tower does not attend causally."""
-    model.set_attn_implementation({"text_config": name} if model.config.model_type in VISION else name)
+    """Set the attention of a model; of its language model alone if it has other parts, which do not attend causally."""
+    model.set_attn_implementation({"text_config": name} if find_language_prefix(model.config.model_type) else name)
 
 
 _SAMPLES = np.array([[0, 1, 2, 0], [0, 1, 1, 2]])

@@ -26,8 +26,8 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from tandem.common.errors import ConfigError, ModelError
+from tandem.config.models.families import find_language_prefix
 from tandem.config.models.lora import choose_layers, count_projections, find_layer, is_adapter, make_tensor_name
-from tandem.config.models.vision_families import VISION
 from tandem.config.schema.adapters import LoraCfg
 from tandem.trainer.dropout import Dropout, DropoutPlace
 from tandem.trainer.files.adapter_files import AdapterDescription, FusedAdapter, first_values, settings_of
@@ -138,8 +138,7 @@ def inject(model: Any, adapters: LoraCfg, seed: int, base: str) -> AdapterDescri
     The first values depend only on the seed and the names. Raises `ConfigError` if no layer is chosen, or if an adapter
     of experts would drop inputs, and `ModelError` if PEFT cannot adapt a layer.
     """
-    family = VISION.get(model.config.model_type)
-    prefix = "" if family is None else family.language_prefix  # a tower has layers of the same names
+    prefix = find_language_prefix(model.config.model_type)  # a tower has layers of the same names
     linear = linear_layers(model)
     routers, fused = list_routers(model), _list_fused(model)
     if adapters.patterns == ("*",):  # PEFT takes what is a linear layer in a checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.common.errors import ConfigError
-from tandem.config.models.families import MEGATRON_ADAPTERS
+from tandem.config.models.families import MEGATRON_ADAPTERS, is_text_only
 from tandem.config.models.lora import (
     ALL_LINEAR,
     CONFIG,
@@ -15,7 +15,6 @@ from tandem.config.models.lora import (
     matches,
 )
 from tandem.config.models.model_sizes import read_expert_sizes, read_model_config
-from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, Rule, shown
 from tandem.config.schema import Config
 
@@ -60,7 +59,7 @@ def check_engines_can_hold_several_sets_of_adapters(config: Config) -> None:
         return
     if policy.adapters is None:
         raise InvalidValue(key, f"{num_sets}, but no adapters are trained ({DTENSOR}.enabled)")
-    if family_of(policy) is not None:
+    if not is_text_only(policy):
         raise InvalidValue(
             key, f"{num_sets}, but the model sees: only text models have the adapters of several versions"
         )

@@ -8,9 +8,8 @@ from tandem.common.errors import nearest
 from tandem.config.derive import compute_warmup_length, make_linear_warmup
 from tandem.config.installed.model_fields import list_model_fields
 from tandem.config.installed.torch_arguments import find_torch_problems
-from tandem.config.models.families import MTP, VLLM_READS
+from tandem.config.models.families import MTP, VLLM_READS, is_text_only
 from tandem.config.models.model_sizes import read_max_positions, read_model_config
-from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, ProblemCollector, Rule, shown
 from tandem.config.schema import Config, SchedulerEntry
 
@@ -160,7 +159,7 @@ def check_mtp_can_be_trained(config: Config) -> None:
         "policy.router_replay.enabled": policy.router_replay.enabled,
         "policy.dtensor_cfg.tensor_parallel_size above 1": settings.tensor_parallel_size > 1,
         "policy.dtensor_cfg.context_parallel_size above 1": settings.context_parallel_size > 1,
-        "a vision model": family_of(policy) is not None,
+        "a vision model": not is_text_only(policy),
         f"{config.declaration.title}": config.declaration.learns_preferences or not config.declaration.loss,
     }
     for feature, is_on in features.items():

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from tandem.config.installed.model_fields import is_cut_like_llama
-from tandem.config.models import families, model_sizes, vision_families
+from tandem.config.models import families, model_sizes
 from tandem.config.problem import InvalidValue, Rule, restrict_to_data_sets, restrict_to_rollouts, shown
 from tandem.config.schema import Config, DynamicBatching, ModelConfig, ProcessesOf, SequencePacking
 
@@ -117,7 +117,7 @@ def check_ranks_share_heads(config: Config) -> None:
     if config.policy.megatron_cfg.enabled or ranks == 1 or settings.custom_parallel_plan is not None:
         return
     model_type = (model_sizes.read_model_config(config.policy) or {}).get("model_type")
-    is_planned = model_type in (None, *families.TENSOR_PLANS, *vision_families.VISION)
+    is_planned = model_type in (None, *families.TENSOR_PLANS) or bool(families.find_language_prefix(model_type))
     if not is_planned and settings.sequence_parallel and is_cut_like_llama(model_type):
         text = f"true, but the norms of {model_type} are not known to be those of {', '.join(families.TENSOR_PLANS)}"
         raise InvalidValue(f"{_SECTION}.sequence_parallel", text)

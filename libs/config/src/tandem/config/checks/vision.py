@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import listed, nearest
+from tandem.config.models.families import VLLM_SEEING
 from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, ProblemCollector, Rule, restrict_to_rollouts, shown
@@ -158,6 +159,30 @@ def check_frozen_parts_are_known(config: Config) -> None:
         raise InvalidValue(f"{FREEZE}.freeze_language_model", "true, but the tower is frozen too")
 
 
+def check_vllm_can_be_refitted_with_images(config: Config) -> None:
+    """Check that refits can write a vision model's parameters in vLLM."""
+    family = family_of(config.policy)
+    if family is not None and family.model_type not in VLLM_SEEING:
+        raise InvalidValue(
+            "policy.generation.backend",
+            f"vllm, but refits write vLLM's {', '.join(VLLM_SEEING)}, not its {family.model_type}; transformers is the "
+            "other engine",
+        )
+
+
+def check_vllm_sees_with_whole_models(config: Config) -> None:
+    """Check that vLLM has a vision model in one pipeline stage, and in no float8."""
+    family, generation = family_of(config.policy), config.policy.generation
+    if family is None:
+        return
+    key, settings = "policy.generation.vllm_cfg", generation.vllm_cfg
+    if settings.pipeline_parallel_size > 1:
+        text = f"{settings.pipeline_parallel_size}, which with images is not built"
+        raise InvalidValue(f"{key}.pipeline_parallel_size", text)
+    if settings.precision == "fp8":
+        raise InvalidValue(f"{key}.precision", "fp8, which with images is not built")
+
+
 def _list_models(config: Config) -> Iterator[tuple[str, ModelConfig]]:
     """Yield the models that take the tokens of the run, by the key of each one's name."""
     yield "policy.model_name", config.policy
@@ -170,3 +195,5 @@ RULES: tuple[Rule, ...] = (
     check_images_of_other_models,
     check_frozen_parts_are_known,
 )
+VLLM_RULES: tuple[Rule, ...] = (check_vllm_can_be_refitted_with_images, check_vllm_sees_with_whole_models)
+"""Rules for configurations that generate with vLLM."""

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from tandem.config.installed import vllm_arguments
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, find_problem
-from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_READS, VLLM_SEEING
+from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_READS, VLLM_TABLES, is_text_only
 from tandem.config.models.model_sizes import read_model_config
-from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, Rule, describe_without_effect
 from tandem.config.schema import Config
 
@@ -38,7 +37,7 @@ def check_drafts_combine(config: Config) -> None:
         return
     vllm = generation.vllm_cfg
     features = {
-        "a vision model": family_of(config.policy) is not None,
+        "a vision model": not is_text_only(config.policy),
         "policy.router_replay.enabled": config.policy.router_replay.enabled,
         "policy.generation.top_p, top_k, min_p or bad_words, whose sampling masks drafts would need": (
             config.replays_sampling_masks
@@ -67,14 +66,8 @@ def check_vllm_can_be_refitted(config: Config) -> None:
     """
     model = read_model_config(config.policy) or {}
     model_type = model.get("model_type")
-    if model_type is None or model_type in (*VLLM, *VLLM_SEEING):
+    if model_type is None or model_type in VLLM_TABLES or not is_text_only(config.policy):
         return
-    if family_of(config.policy) is not None:
-        raise InvalidValue(
-            "policy.generation.backend",
-            f"vllm, but refits write vLLM's {', '.join(VLLM_SEEING)}, not its {model_type}; transformers is the other "
-            "engine",
-        )
     if config.policy.generation.vllm_cfg.precision == "fp8" and model_type not in VLLM_PLANNED:
         text = f"fp8, but blocks with scales are known of {', '.join(VLLM)}, not of {model_type}"
         raise InvalidValue("policy.generation.vllm_cfg.precision", text)
@@ -100,19 +93,6 @@ def check_engines_can_merge_adapters(config: Config) -> None:
         raise InvalidValue("policy.generation.vllm_cfg.precision", text)
 
 
-def check_vllm_sees_with_whole_models(config: Config) -> None:
-    """Check that vLLM has a vision model in one pipeline stage, and in no float8."""
-    family, generation = family_of(config.policy), config.policy.generation
-    if family is None:
-        return
-    key, settings = "policy.generation.vllm_cfg", generation.vllm_cfg
-    if settings.pipeline_parallel_size > 1:
-        text = f"{settings.pipeline_parallel_size}, which with images is not built"
-        raise InvalidValue(f"{key}.pipeline_parallel_size", text)
-    if settings.precision == "fp8":
-        raise InvalidValue(f"{key}.precision", "fp8, which with images is not built")
-
-
 def list_arguments_without_effect(config: Config) -> Iterator[str]:
     """Yield the arguments of vLLM that are accepted but not passed to it."""
     generation = config.policy.generation
@@ -127,5 +107,4 @@ RULES: tuple[Rule, ...] = (
     check_vllm_can_be_refitted,
     check_vllm_finds_what_it_reads,
     check_engines_can_merge_adapters,
-    check_vllm_sees_with_whole_models,
 )

@@ -18,8 +18,8 @@ import msgspec
 
 from tandem.common.attention.settings import find_sliding_windows
 from tandem.common.errors import ModelError
+from tandem.config.models.families import find_language_prefix
 from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
-from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.geometry import AttentionGeometry, LatentAttention
 from tandem.refit.layout import Tensor
@@ -111,7 +111,7 @@ def _measure_model(encoded_config: bytes, max_length: int) -> MeasuredModel:
                 config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
             )
         model.tie_weights()
-        caches = None if config.model_type in VISION else _measure_caches(model.eval(), max_length)
+        caches = None if find_language_prefix(config.model_type) else _measure_caches(model.eval(), max_length)
     except Exception as error:  # the library passes on any error of its readers
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"Transformers {transformers.__version__} cannot build it: {reason}") from error

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
-from tandem.config.models import families, lora, model_sizes, vision_families
+from tandem.config.models import families, lora, model_sizes
 from tandem.coordinator.forecast.engine_plans import find_plan
 from tandem.coordinator.forecast.measured_models import LayerCache, derive_cache, measure_model
 from tandem.refit.adapters.catalogue import ModelShape, make_shape, read_shape
@@ -165,7 +165,7 @@ def model_shape(config: Config) -> ModelShape | str:
     if config_json.get("model_type") in FAMILIES:
         return read_shape(folder) if has_weights else make_shape(config_json)
     try:
-        if config_json.get("model_type") in vision_families.VISION:
+        if families.find_language_prefix(str(config_json.get("model_type"))):
             return make_shape(config_json)
         return measure_model(config_json, config.policy.max_total_sequence_length).shape
     except ModelError as error:  # files of vision models leave out what their library assumes

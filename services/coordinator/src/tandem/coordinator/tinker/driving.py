@@ -19,7 +19,7 @@ from tandem.common.messages import Purpose, SampleScored, SamplingParameters
 from tandem.config import Config
 from tandem.config.layers import read_layers
 from tandem.config.load import build, lay_over
-from tandem.config.models.vision_families import family_of
+from tandem.config.models.families import is_text_only
 from tandem.config.schema.policy import PolicyConfig
 from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.loop.loop import CoordinatorLoop
@@ -126,8 +126,12 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     if not (isinstance(megatron, dict) and megatron.get("enabled")):
         layers = lay_over(layers, _ADAMW, _SOURCE)
     config = build(layers)
-    can_hold = family_of(config.policy) is None
-    if most_models > 1 and config.policy.adapters is not None and can_hold and not any(map(layers.is_set, _SETS)):
+    if (
+        most_models > 1
+        and config.policy.adapters is not None
+        and is_text_only(config.policy)
+        and not any(map(layers.is_set, _SETS))
+    ):
         override: Any = most_models + _SPARE_SETS
         for part in reversed(_SETS[0].split(".")):
             override = {part: override}

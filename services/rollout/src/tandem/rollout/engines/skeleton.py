@@ -15,8 +15,8 @@ from transformers.initialization import no_init_weights
 
 from tandem.common.attention import chunks, settings, stateful
 from tandem.common.errors import ModelError
+from tandem.config.models.families import find_language_prefix, has_blocks
 from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
-from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import LayoutBuilder, whole
 from tandem.refit.weights import Weights, device_name, host_name
@@ -150,7 +150,7 @@ def _try_slots(model: Any, max_length: int) -> str | None:
 
 def _run_apart(model: Any) -> None:
     """Have a model run with caches of its own. Raises `ModelError` if that takes less than it is given."""
-    if model.config.model_type in VISION:
+    if find_language_prefix(model.config.model_type):
         raise ModelError("only slots take features of images")
     from tandem.rollout.engines.own_caches import run_apart  # most models need none of it
 
@@ -207,10 +207,9 @@ def _load_with_weights(
 
 def _attention(config: Any) -> str | dict[str, str]:
     """Return what to call the attention of slots by: only the language model's, if the model also has a tower."""
-    family = VISION.get(config.model_type)
-    if family is None:
+    if not find_language_prefix(config.model_type):
         return CHUNKS_ATTENTION_NAME if any(chunks.find_chunk_sizes(config.get_text_config())) else ATTENTION_NAME
-    return {"text_config": BLOCKS_ATTENTION_NAME if family.has_image_blocks else ATTENTION_NAME}
+    return {"text_config": BLOCKS_ATTENTION_NAME if has_blocks(config.model_type) else ATTENTION_NAME}
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:

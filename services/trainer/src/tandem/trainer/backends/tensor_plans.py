@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tandem.common.errors import ConfigError, nearest
 from tandem.config.installed.model_fields import is_cut_like_llama
-from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
-from tandem.config.models.vision_families import VISION
+from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS, find_language_prefix, find_other_prefixes
 from tandem.trainer.models import scalar_head
 
 Plan = Mapping[str, parallel.ParallelStyle]
@@ -179,8 +178,8 @@ def cut(
     if adapts:
         inside = {path: AdapterStyle(style) for path, style in inside.items()}
     parallel.parallelize_module(model, mesh, inside, src_data_rank=None)
-    if (family := VISION.get(model.config.model_type)) is not None and sequence_parallel:
-        _split_embeddings(model.get_submodule(family.language_prefix.removesuffix(".")), mesh)
+    if (prefix := find_language_prefix(model.config.model_type)) and sequence_parallel:
+        _split_embeddings(model.get_submodule(prefix.removesuffix(".")), mesh)
     if is_tied:
         _cut_rows(embedding, mesh)
         head.weight = embedding.weight
@@ -206,9 +205,9 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     output is gathered: every rank attends with all heads. Of a vision model, only the language model is split.
     Experts that are shared out already stay as they are.
     """
-    key, family = "policy.dtensor_cfg.tensor_parallel_size", VISION.get(model.config.model_type)
-    config = model.config if family is None else model.config.get_text_config()
-    if family is None and config.model_type not in TENSOR_PLANS:
+    key, has_parts = "policy.dtensor_cfg.tensor_parallel_size", bool(find_language_prefix(model.config.model_type))
+    config = model.config.get_text_config() if has_parts else model.config
+    if not has_parts and config.model_type not in TENSOR_PLANS:
         supported = ", ".join(TENSOR_PLANS)
         if not is_cut_like_llama(config.model_type):
             raise ConfigError(
@@ -228,7 +227,7 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     styles: dict[str, Callable[[], parallel.ParallelStyle]] = {
         # Features of images replace embeddings, and what comes of it is split afterwards.
         "embed_tokens": lambda: parallel.RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=between if family is None else Replicate()
+            input_layouts=Replicate(), output_layouts=Replicate() if has_parts else between
         ),
         "self_attn": lambda: parallel.PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
@@ -247,10 +246,10 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     if sequence_parallel:
         styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: PlainStyle.make_whole(sums=True))
     plan: dict[str, parallel.ParallelStyle] = {}
-    towers = () if family is None else (family.tower_prefix, family.projector_prefix)
+    other_prefixes = find_other_prefixes(model.config.model_type)
     for name, module in model.named_modules():
         is_shared_out = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
-        if name.startswith(towers) or is_shared_out:
+        if name.startswith(other_prefixes) or is_shared_out:
             continue
         end = name.rpartition(".")[2]
         if end in _FEED_FORWARDS and any(hasattr(module, part) for part in ("gate_proj", "gate_up_proj")):
@@ -340,11 +339,11 @@ def _split_embeddings(language: torch.nn.Module, mesh: DeviceMesh) -> None:
             "inputs_embeds": replicate(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()
         }
         if kwargs.get("deepstack_visual_embeds"):
-            is_image_BT = kwargs["visual_pos_masks"]
-            number_BT = (is_image_BT.flatten().cumsum(0) - 1).view_as(is_image_BT)
+            is_feature_BT = kwargs["visual_pos_masks"]
+            number_BT = (is_feature_BT.flatten().cumsum(0) - 1).view_as(is_feature_BT)
             rank, size = mesh.get_local_rank(), mesh.size()
             local_kwargs["visual_pos_masks"], number_BT = (
-                each.chunk(size, dim=1)[rank] for each in (is_image_BT, number_BT)
+                each.chunk(size, dim=1)[rank] for each in (is_feature_BT, number_BT)
             )
             mine = number_BT[local_kwargs["visual_pos_masks"]]
             local_kwargs["deepstack_visual_embeds"] = [

@@ -23,7 +23,7 @@ import msgspec
 
 from tandem.common import gc_tuning
 from tandem.common.errors import ModelError
-from tandem.config.models.families import VLLM, VLLM_SEEING
+from tandem.config.models.families import VLLM_TABLES
 from tandem.config.models.hf_config import load_config
 from tandem.rollout.engines.vllm import float8
 
@@ -58,7 +58,7 @@ ADAPTERS = "tandem_adapters"
 """Key of vLLM's ``additional_config`` that has workers hold the adapters of several versions."""
 VERSION = "tandem_version"
 """Key of the further arguments of a request's parameters with the version that makes it, where there are several."""
-SEES = "tandem_sees"
+UNDRAWABLE = "tandem_undrawable"
 """Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a vision model."""
 _ANSWER_S = 300.0
 """Seconds for calls without a deadline of their own, such as packing experts."""
@@ -282,7 +282,7 @@ def carries_state(model_folder: Path) -> bool:
     """Return whether a model has layers that carry a state from token to token. Raises `ModelError`."""
     from tandem.common.attention.stateful import STATEFUL_TYPES  # which imports torch
 
-    if read_config(model_folder).get("model_type") in (*VLLM, *VLLM_SEEING):
+    if read_config(model_folder).get("model_type") in VLLM_TABLES:
         return False
     try:
         config = load_config(str(model_folder), None).get_text_config()

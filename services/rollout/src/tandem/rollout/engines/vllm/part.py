@@ -15,7 +15,7 @@ import torch
 
 from tandem.common.errors import ModelError
 from tandem.common.memory import MemoryMeter
-from tandem.config.models.families import VLLM, VLLM_SEEING
+from tandem.config.models.families import VLLM_TABLES
 from tandem.refit import layout, program
 from tandem.refit.adapters import catalogue, deployment, vllm
 from tandem.refit.digests.comparison import encode_digests
@@ -60,9 +60,8 @@ def weights_of(
         RefitError: the model lacks a parameter, or has it in another size.
 
     """
-    known_types = (*VLLM, *VLLM_SEEING)
-    if config.get("model_type") not in known_types:
-        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(known_types)}")
+    if config.get("model_type") not in VLLM_TABLES:
+        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(VLLM_TABLES)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
     model = catalogue.make_shape(config, name_of_dtype)
@@ -133,7 +132,7 @@ class WorkerPart:
         """Expert routing; None unless it was asked for."""
         vocabulary = runner.vllm_config.additional_config.get(token_columns.KEPT)
         self._mask_record = None if vocabulary is None else token_columns.MaskRecord(runner, vocabulary)
-        undrawable = runner.vllm_config.additional_config.get(insides.SEES)
+        undrawable = runner.vllm_config.additional_config.get(insides.UNDRAWABLE)
         if undrawable is not None:
             from tandem.rollout.engines.vllm.pictures import forbid
 

@@ -29,7 +29,7 @@ from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.engine import VllmEngine
-from tandem.rollout.engines.vllm.insides import SEES
+from tandem.rollout.engines.vllm.insides import UNDRAWABLE
 from tandem.samples.images import towers
 from tandem.samples.images.families import ImageSettings, grid_of, num_tokens, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
@@ -103,7 +103,7 @@ class SeeingVllmEngine(VllmEngine):
         return {
             **arguments,
             "hf_overrides": {**arguments["hf_overrides"], "architectures": [_MODELS[name][1]]},
-            "additional_config": {**arguments.get("additional_config", {}), SEES: self._undrawable},
+            "additional_config": {**arguments.get("additional_config", {}), UNDRAWABLE: self._undrawable},
             "mm_processor_cache_gb": 0,
             "mm_device_do_normalize": False,
             "mm_encoder_tp_mode": "data",  # each worker has the tower whole

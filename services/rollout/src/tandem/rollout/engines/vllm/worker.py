@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from tandem.common import signals
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.process_lifetime import die_with
-from tandem.config.models.families import VLLM, VLLM_SEEING
+from tandem.config.models.families import VLLM_TABLES
 from tandem.rollout.engines.vllm import float8, insides, part, speculation
 from tandem.rollout.engines.vllm.learned import LearnedParameters, learn_layout
 from tandem.rollout.engines.vllm.packed import keep_parameters
@@ -135,7 +135,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
             die_with(parent.pid)  # vLLM's own way waits for a step to end, which it may never do
             signals.leave_to_coordinator()  # or to the engine, which ends its workers by closing a pipe
         super().__init__(*args, **kwargs)
-        if insides.SEES in self.vllm_config.additional_config:
+        if insides.UNDRAWABLE in self.vllm_config.additional_config:
             from tandem.rollout.engines.vllm.pictures import serve
 
             serve(self.model_config.hf_config.model_type)
@@ -184,7 +184,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
 
     def _learn(self) -> contextlib.AbstractContextManager[Sequence[LearnedParameters | ModelError]]:
         """Return a block that learns the layout of what is loaded in it, for a family without a table."""
-        has_table = self.model_config.hf_config.model_type in (*VLLM, *VLLM_SEEING)
+        has_table = self.model_config.hf_config.model_type in VLLM_TABLES
         return contextlib.nullcontext(()) if has_table else learn_layout(self.vllm_config, self.rank)
 
     def _part_kind(self) -> type[part.WorkerPart]:
