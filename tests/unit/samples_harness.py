@@ -24,7 +24,7 @@ from tandem.common.messages import (
 from tandem.common.wire import CallerConnections, Frames, MessageCodec, encode
 from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
 from tandem.coordinator.scheduler.groups.table import GroupTable
-from tandem.samples.batch import IMAGES, SAMPLES, SampleBatch
+from tandem.samples.batch import MEDIA, SAMPLES, SampleBatch
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.members import MEMBER
 
@@ -111,8 +111,8 @@ def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str 
     assert answer.message.request_id == 5
     if isinstance(answer.message, SamplesGone):
         return answer.message.why
-    sees = IMAGES[0] in answer.arrays
-    return SampleBatch.parse_frames(answer.arrays, (*SAMPLES, *IMAGES) if sees else SAMPLES)
+    sees = MEDIA[0] in answer.arrays
+    return SampleBatch.parse_frames(answer.arrays, (*SAMPLES, *MEDIA) if sees else SAMPLES)
 
 
 def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[SamplesFinished]:

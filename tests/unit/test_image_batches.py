@@ -9,7 +9,7 @@ import pytest
 
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
-from tandem.samples.batch import IMAGES, TOKENS, SampleBatch, build_given_table, images_of
+from tandem.samples.batch import MEDIA, TOKENS, SampleBatch, build_given_table, images_of
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.markers import MarkedImage, marked_in, marker, shown, split_at_markers
 
@@ -70,9 +70,9 @@ def test_grids_of_families_with_fewer_numbers_are_padded() -> None:
     ],
 )
 def test_impossible_images_are_refused(name: str, value: np.ndarray, told: str) -> None:
-    columns = batch_of((image(1),), (image(2),)).only((*TOKENS, *IMAGES)).columns | {name: value}
+    columns = batch_of((image(1),), (image(2),)).only((*TOKENS, *MEDIA)).columns | {name: value}
     with pytest.raises(WireError) as caught:
-        check_images(SampleBatch.parse_frames(columns, (*TOKENS, *IMAGES)))
+        check_images(SampleBatch.parse_frames(columns, (*TOKENS, *MEDIA)))
     assert told in str(caught.value)
 
 

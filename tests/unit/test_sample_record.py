@@ -17,7 +17,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, ImageRef, SampleScored
-from tandem.samples.batch import IMAGES, SAMPLES, SampleBatch
+from tandem.samples.batch import MEDIA, SAMPLES, SampleBatch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.recorded_shards import read_shard, read_step, samples_of, steps
 from tandem.samples.routed_experts import COLUMN, as_trained_on
@@ -219,10 +219,10 @@ def test_images_of_a_model_that_sees_are_recorded(tmp_path: Path) -> None:
     write_shard(shard_path(tmp_path, 12, "rollout-0"), RUN_ID, read_unfinished(path, RUN_ID))
     for found in (samples_of(read_unfinished(path, RUN_ID)), read_step(tmp_path, 12, RUN_ID)):
         for sample, wanted in zip(found, samples, strict=True):
-            for name in IMAGES:
+            for name in MEDIA:
                 assert sample.arrays.columns[name].tolist() == wanted.arrays.columns[name].tolist()
             kept = as_trained_on(sample.arrays, None)
-            assert {*kept.columns} == {*SAMPLES, *IMAGES}
+            assert {*kept.columns} == {*SAMPLES, *MEDIA}
 
 
 def test_an_unfinished_file_that_did_not_begin_holds_nothing_and_another_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tandem.common.errors import ModelError, WireError
 from tandem.config import Config
 from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.batching.images import check_image_tokens, image_settings
+from tandem.trainer.batching.images import ImageFormat, check_image_tokens
 from tandem.trainer.batching.shard import pad
 from tandem.trainer.files.merging import merge
 from tests.harness.trainers.reference import (
@@ -213,8 +213,8 @@ def test_a_checkpoint_resumes_to_the_bit(tmp_path: Path) -> None:
 
 def test_other_image_tokens_than_the_images_need_are_refused_by_name(tmp_path: Path) -> None:
     config = vision_config(write_vision_model("smolvlm", tmp_path / "model"), tmp_path / "run")
-    settings = image_settings(config)
-    assert settings is not None
+    images = ImageFormat.of(config)
+    settings = images.settings
     batch = seeing_batch(config)
     check_image_tokens(batch, settings)
     tokens = batch.token_ids_T.copy()
@@ -224,7 +224,7 @@ def test_other_image_tokens_than_the_images_need_are_refused_by_name(tmp_path: P
     with pytest.raises(WireError, match=text.replace("31", r"\d+").replace("32", r"\d+")):
         check_image_tokens(wrong, settings)
     with pytest.raises(ModelError, match=r"sequence 5 of the shard: the sequence has \d+ image tokens"):
-        pad(wrong, range(8), divisible_by=1, device=torch.device("cpu"), image_settings=settings)
+        pad(wrong, range(8), divisible_by=1, device=torch.device("cpu"), media=images)
 
 
 def distilled(rank: int, config: Config, batch: SampleBatch) -> dict[str, float]:

@@ -303,7 +303,7 @@ TOKENS = ("lengths_S", "token_ids_T", "loss_mask_T")
 """The tokens of one rank's sequences that were not generated. The lengths are not sent, as the table has them."""
 SAMPLES = (*TOKENS, "generation_logprobs_T", "versions_T")
 """The tokens of finished samples, prompt and response, as the engine saw them."""
-IMAGES = ("num_images_S", "image_digests_IX", "image_grids_IX")
+MEDIA = ("num_images_S", "image_digests_IX", "image_grids_IX")
 """The images of sequences, beside `TOKENS` or `SAMPLES`, where the model sees."""
 MASKS = ("num_mask_words_S", "mask_lengths_T", "mask_words_W")
 """The sampling masks of samples, beside `SAMPLES`, where engines cut distributions off."""
@@ -331,7 +331,7 @@ of each rank. A table also has the columns of a custom loss: a frame ``NAME_S``,
 
 def is_of_table(name: str) -> bool:
     """Return whether an array has a number for each sequence that all ranks need; the rest goes to its rank alone."""
-    return name.endswith("_S") and name not in (*IMAGES, *MASKS)
+    return name.endswith("_S") and name not in (*MEDIA, *MASKS)
 
 
 def _check_declared(frames: Mapping[str, NDArray[Any]], names: Sequence[str], columns: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ConfigError, SamplesError, WireError
 from tandem.config.models.model_sizes import ExpertSizes, read_expert_sizes, read_model_config
-from tandem.samples.batch import IMAGES, MASKS, SAMPLES, SampleBatch
+from tandem.samples.batch import MASKS, MEDIA, SAMPLES, SampleBatch
 
 if TYPE_CHECKING:
     from tandem.config import Config
@@ -106,7 +106,7 @@ def as_trained_on(recorded: SampleBatch, experts: RoutedExperts | None, *, keeps
             "the rollout log has no sampling masks: policy.generation had neither top_p, top_k nor min_p, or the log "
             "is of an earlier release"
         )
-    optional = [*IMAGES, *(MASKS if keeps_masks else ()), *(() if experts is None else (COLUMN,))]
+    optional = [*MEDIA, *(MASKS if keeps_masks else ()), *(() if experts is None else (COLUMN,))]
     return recorded.only([*SAMPLES, *(name for name in optional if name in recorded.columns)])
 
 

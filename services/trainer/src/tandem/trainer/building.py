@@ -28,7 +28,6 @@ from tandem.trainer.exchange import RankExchange, meet
 from tandem.trainer.losses.custom import try_out
 
 if TYPE_CHECKING:
-    from tandem.samples.images.fetching import ImageFetcher
     from tandem.trainer.logprob_recorder import LogprobRecorder
 
 NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
@@ -67,14 +66,6 @@ class TrainerParts:
         for part in (self.gpus, self.recorder, self.weight_client, self.weights, self.backend, self.exchange):
             if part is not None:
                 part.close()
-
-
-def image_fetcher(context: ServiceContext) -> ImageFetcher:
-    """Return the way to images that the run's folder lacks here."""
-    from tandem.samples.images.fetching import ImageFetcher
-    from tandem.samples.images.rows import image_folder
-
-    return ImageFetcher(image_folder(context.config), name=context.name, run_id=context.run_id, key_pair=context.keys)
 
 
 def open_rendezvous(context: ServiceContext, command: OpenRendezvous) -> tuple[TCPStore, RendezvousOpened]:

@@ -24,10 +24,9 @@ from tandem.common.wire import Arrays, CallerConnections, Frames, MessageCodec, 
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.samples import batch_sharding, routed_experts, sampling_masks
-from tandem.samples.batch import IMAGES, MASKS, SAMPLES, Int32s, Int64s, SampleBatch
-from tandem.samples.images.columns import check_images, image_columns
-from tandem.samples.images.families import ImageSettings
-from tandem.trainer.batching.images import check_image_tokens, image_settings
+from tandem.samples.batch import MASKS, SAMPLES, Int32s, Int64s, SampleBatch
+from tandem.trainer.media import find_media_format
+from tandem.trainer.micro_batches import MediaFormat
 
 _PATIENCE_S = 5.0
 """How long a rollout may be without a connection."""
@@ -48,8 +47,8 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Format of the experts that samples have for each token, if any."""
     masks: sampling_masks.MaskFormat | None = None
     """Format of the sampling masks that samples have, if any."""
-    images: ImageSettings | None = None
-    """The model's settings for images; None if it does not see. If it does, every sample has images, none perhaps."""
+    media: MediaFormat | None = None
+    """Format of what samples have besides tokens, none perhaps; None for text alone."""
 
     @classmethod
     def of(cls, config: Config) -> SampleFormat:
@@ -58,7 +57,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             vocabulary=vocabulary_size(config.policy),
             experts=routed_experts.replayed_experts(config),
             masks=sampling_masks.masks_of_run(config),
-            images=image_settings(config),
+            media=find_media_format(config),
         )
 
     @cached_property
@@ -78,22 +77,21 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             loss_mask_T=nothing.astype(np.bool_),
             generation_logprobs_T=nothing.astype(np.float32),
             versions_T=nothing,
-            **({} if self.images is None else image_columns([])),
+            **({} if self.media is None else self.media.make_empty()),
             **(dict.fromkeys(() if self.masks is None else MASKS, nothing)),
         )
 
     def read(self, frames: Arrays, table: SampleBatch) -> SampleBatch:
         """Return received samples. Raises `WireError` unless they are possible, and match these rows of a table."""
-        names = (*SAMPLES, *(() if self.images is None else IMAGES), *(() if self.masks is None else MASKS))
+        names = (*SAMPLES, *(() if self.media is None else self.media.names), *(() if self.masks is None else MASKS))
         arrays = SampleBatch.parse_frames(frames, names, {} if self.experts is None else routed_experts.DTYPES)
         arrays.check_samples(self.vocabulary)
         if self.experts is not None:
             self.experts.check(arrays.columns[routed_experts.COLUMN])
         if self.masks is not None:
             self.masks.check(arrays)
-        if self.images is not None:
-            check_images(arrays)
-            check_image_tokens(arrays, self.images)
+        if self.media is not None:
+            self.media.check(arrays)
         if arrays.lengths_S.tolist() != table.lengths_S.tolist():
             raise WireError("lengths_S: not the lengths that were announced")
         starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T

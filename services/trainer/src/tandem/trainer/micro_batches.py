@@ -1,6 +1,6 @@
 """Micro-batches: sequences of a batch as models and losses take them.
 
-Beside the padded rows that losses read, a micro-batch may have one row of tokens for the model, with nothing padded:
+Besides the padded rows that losses read, a micro-batch may have one row of tokens for the model, with nothing padded:
 
 * packed: its sequences end to end. Attention, the only layer where tokens meet, knows where each sequence ends.
 * shared prompts: each prompt once, followed by its responses. The samples of a prompt group begin with the same tokens,
@@ -15,17 +15,17 @@ Shapes: ``B`` rows and ``T`` padded positions; ``N`` tokens of the model's row; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 from numpy.typing import NDArray
 
 from tandem.config.schema import columns as declared
+from tandem.samples.batch import SampleBatch
 
 if TYPE_CHECKING:
-    from tandem.trainer.batching.images import RowImages
     from tandem.trainer.batching.masks import TokenMasks
 
 Columns = Mapping[declared.ColumnDeclaration, NDArray[Any]]
@@ -85,8 +85,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int16; experts that the engine sent each token to, by layer, -1 where unknown; None without routing replay
     (`tandem.samples.routed_experts`).
     """
-    images: RowImages | None = None
-    """None for a model that does not see."""
+    media: Any = None
+    """The model's inputs besides tokens, as `MediaFormat` lays them out; None for text alone."""
     masks: TokenMasks | None = None
     """Sampling masks of the valid tokens, in the order of the loss mask; None to score over the whole vocabulary."""
 
@@ -149,6 +149,39 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             listed = ", ".join(self.columns) or "none"
             raise LookupError(f"no column {column.name} is declared of the loss of this algorithm, but {listed}")
         return self.columns[column.name]
+
+
+MediaInputs = Callable[[MicroBatch], dict[str, Any]]
+"""The inputs of a model's forward pass that come from the media of a micro-batch."""
+
+
+class MediaFormat(Protocol):
+    """The media of samples as columns of a batch, and as parts of micro-batches."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        ...
+
+    def make_empty(self) -> dict[str, NDArray[Any]]:
+        """Return the columns of no sample."""
+        ...
+
+    def check(self, batch: SampleBatch) -> None:
+        """Raise `WireError` unless the columns are possible, and those of the tokens."""
+        ...
+
+    def lay_out(
+        self,
+        batch: SampleBatch,
+        rows: Sequence[int],
+        token_ids_BT: NDArray[Any],
+        lengths_B: NDArray[Any],
+        row: TokenRow | None,
+        device: torch.device,
+    ) -> Any:
+        """Return the media of a micro-batch as `MediaInputs` takes them. Raises `ModelError`."""
+        ...
 
 
 def move_to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:

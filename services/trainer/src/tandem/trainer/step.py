@@ -37,6 +37,7 @@ from tandem.trainer.batching.shard import RankBatch, unpad_into
 from tandem.trainer.exchange import BatchExchange, RankExchange
 from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.losses.custom import blamed
+from tandem.trainer.media import media_of
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.rank_time import timed
 from tandem.trainer.scorers.columns import Filled, filled_by, score_without_masks, scored_by
@@ -194,7 +195,7 @@ class TrainingStep(RankBatch):
         if exchange is not None or not backend.divides_alike:
             self._exchange = BatchExchange(exchange, backend, table, config)
             samples_of_models = self._exchange.divided(samples)
-        super().__init__(backend, config, table, samples_of_models, has_images="num_images_S" in samples.columns)
+        super().__init__(backend, config, table, samples_of_models, media=media_of(samples, config))
         self.policy_logprobs_T: Float32s | None = None
         """Log-probabilities of the shard's tokens under the policy; None unless a separate pass has computed them."""
         self._whole_logprobs_T: Float32s | None = None

@@ -1,4 +1,4 @@
-"""The images of sequences as columns of a batch (`tandem.samples.batch.IMAGES`)."""
+"""The images of sequences as columns of a batch (`tandem.samples.batch.MEDIA`)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tandem.common.messages import EngineBuilt, Evaluate, Listener, Train, Train
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
-from tandem.samples.batch import IMAGES, TABLE, TOKENS, SampleBatch, is_of_table
+from tandem.samples.batch import MEDIA, TABLE, TOKENS, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import BatchSharding, data_parallel_ranks
 
 
@@ -82,7 +82,7 @@ class StepBatches:
 
 def shards_of(batch: SampleBatch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
     """Return what each data-parallel rank is sent beside the table of a batch: the tokens of its own sequences."""
-    names = (*TOKENS, *(name for name in IMAGES if name in batch.columns))
+    names = (*TOKENS, *(name for name in MEDIA if name in batch.columns))
     shards = [batch.only(names).take(batch.rows_of(rank)).columns for rank in range(num_ranks)]
     return [{name: array for name, array in shard.items() if name not in TABLE} for shard in shards]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from tandem.common.attention.settings import find_sliding_windows
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
+from tandem.config.models.families import is_text_only
 from tandem.config.models.lora import is_adapter
-from tandem.config.models.vision_families import family_of
 from tandem.config.schema import columns
 from tandem.config.schema.adapters import LoraCfg
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import attention, context
-from tandem.trainer.backends.holding import function_of_scores
+from tandem.trainer.backends.holding import MediaOfModel, function_of_scores
 from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.dropout import DropoutPlace
@@ -32,9 +32,6 @@ from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scorers.likeliest import TopScorer
 from tandem.trainer.scorers.scorer import HeadTask, ModelScorer, TokenScorer
 from tandem.trainer.scores import Scores, TokenValues
-
-if TYPE_CHECKING:
-    from tandem.trainer.backends.pictures import ModelImageInputs
 
 
 class BuiltModel(NamedTuple):
@@ -66,7 +63,7 @@ class ModelBuilder:
         self._head = config.declaration.head_of(name)
         has_adapters = name == "policy" and self._settings.adapters is not None
         self._adapters = self._settings.dtensor_cfg.lora_cfg if has_adapters else None
-        self._pictures: ModelImageInputs | None = None
+        self._media: MediaOfModel | None = None
         self._place: DropoutPlace | None = None
         self._start: dict[str, torch.Tensor] | None = None
 
@@ -86,7 +83,7 @@ class ModelBuilder:
         shares_prompts = self._prepare_attention(model)
         if not self._is_trained:
             model.requires_grad_(False)
-        self._pictures = self._see(model, freezes=trains_all)
+        self._media = self._attach_media(model, freezes=trains_all)
         adapters = None if self._adapters is None else self._adapt(model, self._adapters, checkpoint)
         recomputes = settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing
         recomputes = self._is_trained and recomputes
@@ -116,9 +113,7 @@ class ModelBuilder:
     def _has_kernel_of_rows(self) -> bool:
         """Tell whether attention is one kernel for all micro-batches (`tandem.common.attention.segments`)."""
         is_packed = self._config.policy.sequence_packing.enabled and self._ranks.context.size() == 1
-        takes_it = (
-            self._ranks.device.type == "cuda" and self._settings.precision == "bfloat16" and self._pictures is None
-        )
+        takes_it = self._ranks.device.type == "cuda" and self._settings.precision == "bfloat16" and self._media is None
         return is_packed and takes_it
 
     def _make_scorer(self, model: Any, group: dist.ProcessGroup | None, *, linear_head: bool) -> ModelScorer:
@@ -133,8 +128,8 @@ class ModelBuilder:
                 num=config.topk_logits_k,
                 linear_head=linear_head,
                 context=group,
-                pictures=self._pictures,
-                undrawable=() if self._pictures is None else self._pictures.undrawable,
+                media=self._media,
+                undrawable=() if self._media is None else self._media.undrawable,
                 judged_by=config.weighs_teachers_by,
             )
         return self.token_scorer(
@@ -145,8 +140,8 @@ class ModelBuilder:
             learns_entropy=config.learns_entropy,
             needs_whole=compares_whole(config),
             replay=self._replay(model),
-            pictures=self._pictures,
-            undrawable=() if self._pictures is None else self._pictures.undrawable,
+            media=self._media,
+            undrawable=() if self._media is None else self._media.undrawable,
             score=function_of_scores(self._settings),
         )
 
@@ -205,16 +200,13 @@ class ModelBuilder:
             print(f"{section}.share_prompts has no effect: {reason}", flush=True)
         return wants_prompts and reason is None
 
-    def _see(self, model: Any, *, freezes: bool) -> ModelImageInputs | None:
-        """Give a whole model pictures if it sees. Freeze the parts that the configuration names, if `freezes`."""
-        family = family_of(self._settings)
-        if family is None:
+    def _attach_media(self, model: Any, *, freezes: bool) -> MediaOfModel | None:
+        """Give a whole model images, if it takes them. Freeze the parts that its section names, if `freezes`."""
+        if is_text_only(self._settings):
             return None
         from tandem.trainer.backends import pictures  # text runs need none of it
 
-        if freezes:
-            pictures.freeze(model, family, self._settings.dtensor_cfg)
-        return pictures.ModelImageInputs(self._config, self._settings, family, model, self._ranks)
+        return pictures.attach(self._config, self._settings, model, self._ranks, freezes=freezes)
 
     def _replay(self, model: Any) -> RoutingReplay | None:
         """Send tokens to the experts that an engine chose, if configured. Raises `ModelError` if impossible."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -285,3 +285,14 @@ def _wait(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+class MediaOfModel(Protocol):
+    """The media of micro-batches, as inputs of one model."""
+
+    undrawable: tuple[int, ...]
+    """Tokens that no policy draws, and that have no probability."""
+
+    def __call__(self, batch: MicroBatch) -> dict[str, Any]:
+        """Return the model's inputs besides its tokens. Raises `DataError` for what cannot be read."""
+        ...

@@ -18,7 +18,7 @@ import transformers
 from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
-from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
+from tandem.config.models.vision_families import VISION, VisionFamily, family_of, list_frozen_prefixes
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.policy import DtensorCfg
 from tandem.samples.images import blocks, families, rows, store, towers
@@ -134,7 +134,7 @@ class PixelSource:
 
 
 class ModelImageInputs:
-    """Gives a model the inputs that come from images: `tandem.trainer.scorers.scorer.Pictures`."""
+    """Gives a model the inputs that come from images: `tandem.trainer.micro_batches.MediaInputs`."""
 
     def __init__(self, config: Config, section: ModelConfig, family: VisionFamily, model: Any, ranks: RankMesh) -> None:
         """Take a whole model, which `ranks` will shard, of a section of the configuration.
@@ -155,7 +155,7 @@ class ModelImageInputs:
 
     def __call__(self, batch: MicroBatch) -> dict[str, Any]:
         """Return the inputs of the model beside its tokens. Raises `DataError` for an image that cannot be read."""
-        images = batch.images
+        images: RowImages | None = batch.media
         inputs: dict[str, Any] = {}
         if images is not None and images.position_ids is not None:
             inputs["position_ids"] = images.position_ids
@@ -185,6 +185,15 @@ class ModelImageInputs:
         """Whether the part of the model that makes features is trained."""
         prefixes = (self.family.tower_prefix, self.family.projector_prefix)
         return any(each.requires_grad for name, each in self._model.named_parameters() if name.startswith(prefixes))
+
+
+def attach(config: Config, settings: ModelConfig, model: Any, ranks: RankMesh, *, freezes: bool) -> ModelImageInputs:
+    """Give a whole vision model images. Freeze the parts that its section names, if `freezes`. Raises `ModelError`."""
+    family = family_of(settings)
+    assert family is not None, "the model takes more than text"
+    if freezes:
+        freeze(model, family, settings.dtensor_cfg)
+    return ModelImageInputs(config, settings, family, model, ranks)
 
 
 def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:

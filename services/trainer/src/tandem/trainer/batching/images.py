@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError, ModelError, WireError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
-from tandem.config.models.vision_families import family_of
-from tandem.samples.batch import SampleBatch
+from tandem.samples.batch import MEDIA, SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW
+from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions, read_settings
 from tandem.trainer.micro_batches import TokenRow
 
@@ -51,12 +51,43 @@ class RowImages(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The images in the rows that the model takes, for a family whose images attend in both directions."""
 
 
-def image_settings(config: Config) -> ImageSettings | None:
-    """Return the settings for images of a run's policy; None if it does not see. Raises `ModelError`."""
-    if family_of(config.policy) is None:
-        return None
-    name = config.policy.tokenizer.name
-    return read_settings(local_folder(name) or Path(name), name)
+class ImageFormat(msgspec.Struct, frozen=True):
+    """The images of samples: `tandem.trainer.micro_batches.MediaFormat`."""
+
+    settings: ImageSettings
+    """The model's settings for images."""
+
+    @classmethod
+    def of(cls, config: Config) -> ImageFormat:
+        """Return the format of the images of a run's vision model. Raises `ModelError`."""
+        name = config.policy.tokenizer.name
+        return cls(read_settings(local_folder(name) or Path(name), name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return MEDIA
+
+    def make_empty(self) -> dict[str, NDArray[Any]]:
+        """Return the columns of no sample."""
+        return image_columns([])
+
+    def check(self, batch: SampleBatch) -> None:
+        """Raise `WireError` unless the images are possible, and those of the tokens."""
+        check_images(batch)
+        check_image_tokens(batch, self.settings)
+
+    def lay_out(
+        self,
+        batch: SampleBatch,
+        rows: Sequence[int],
+        token_ids_BT: NDArray[np.int64],
+        lengths_B: NDArray[np.int64],
+        row: TokenRow | None,
+        device: torch.device,
+    ) -> RowImages:
+        """Return the images of a micro-batch. Raises `ModelError` if they are not those of the tokens."""
+        return row_images(batch, rows, token_ids_BT, lengths_B, row, self.settings, device)
 
 
 def row_images(

@@ -23,15 +23,13 @@ from tandem.config.schema import DynamicBatching, ModelConfig, SequencePacking
 from tandem.config.schema.columns import Model
 from tandem.samples.batch import MASKS, SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW, Ints, batches_of_samples, group_by_prompt
-from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts, replayed_experts
 from tandem.samples.sampling_masks import MaskFormat, masks_of_run
 from tandem.trainer.backend import ModelReplicas, TrainerBackend
-from tandem.trainer.batching.images import image_settings, row_images
 from tandem.trainer.batching.masks import masks_on
 from tandem.trainer.batching.packing import pack_row, packed_groups, padded_groups, shared_row
 from tandem.trainer.losses import Counts
-from tandem.trainer.micro_batches import Columns, Groups, MicroBatch, move_to_device
+from tandem.trainer.micro_batches import Columns, Groups, MediaFormat, MicroBatch, move_to_device
 
 
 class BatchShard:
@@ -48,7 +46,7 @@ class BatchShard:
             rows ``2 j`` and ``2 j + 1`` of one micro-batch, and empty rows also come in pairs. Batches and global
             batches must be whole numbers of units. Sizes of micro-batches that are not in tokens are in units.
         experts: description of the experts to replay for each token; None without replay.
-        image_settings: the model's settings for images; None if it does not see.
+        media: format of what the model takes besides tokens; None for text alone.
         mask_format: format of the sampling masks to replay; None to score over the whole vocabulary.
     """
 
@@ -62,7 +60,7 @@ class BatchShard:
         shares_prompts: bool = False,
         unit: int = 1,
         experts: RoutedExperts | None = None,
-        image_settings: ImageSettings | None = None,
+        media: MediaFormat | None = None,
         mask_format: MaskFormat | None = None,
     ) -> None:
         self.table, self.samples, self.replicas = table, samples, replicas
@@ -72,7 +70,7 @@ class BatchShard:
         self._place_S = np.full(len(table) + 1, EMPTY_ROW)
         """Place of each sequence of the batch in the shard; the last stands for no sequence."""
         self._place_S[rows] = np.arange(len(rows))
-        self._settings, self._experts, self._image_settings = settings, experts, image_settings
+        self._settings, self._experts, self._media = settings, experts, media
         self._mask_format = mask_format
         self._unit = unit
         # Units are assigned and divided. Rows only come in and go out.
@@ -105,7 +103,7 @@ class BatchShard:
                 shares_prompts=self._shares_prompts,
                 columns=columns,
                 experts=self._experts,
-                image_settings=self._image_settings,
+                media=self._media,
                 mask_format=self._mask_format,
             )
             for group in groups
@@ -180,9 +178,12 @@ class RankBatch:
         table: SampleBatch,
         samples_of_models: Mapping[Model, tuple[SampleBatch, SampleBatch]],
         *,
-        has_images: bool,
+        media: MediaFormat | None,
     ) -> None:
-        """Take the table of a batch, and for each model held here a table and its sequences, the policy's first."""
+        """Take the table of a batch, and for each model held here a table and its sequences, the policy's first.
+
+        `media` is the format of what samples have besides tokens.
+        """
         self.backend = backend
         self.config = config
         self.table = table
@@ -198,7 +199,7 @@ class RankBatch:
                 shares_prompts=settings.share_prompts and backend.shares_prompts,
                 unit=config.sequences_per_sample,
                 experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
-                image_settings=image_settings(config) if has_images else None,
+                media=media,
                 mask_format=masks_of_run(config, model) if MASKS[0] in model_samples.columns else None,
             )
         self.shard = next(iter(self.shards.values()))
@@ -265,7 +266,7 @@ def pad(
     row_divisible_by: int | None = None,
     columns: Columns | None = None,
     experts: RoutedExperts | None = None,
-    image_settings: ImageSettings | None = None,
+    media: MediaFormat | None = None,
     mask_format: MaskFormat | None = None,
 ) -> MicroBatch:
     """Lay the given sequences out as a micro-batch, with a width that is a multiple of `divisible_by`.
@@ -279,7 +280,7 @@ def pad(
         row_divisible_by: divisor of the length of the packed row, which is added if this is given.
         columns: loss inputs for each of the batch's tokens; None for scoring only.
         experts: description of the experts that the batch's tokens went to; None without replay.
-        image_settings: the model's settings for images; None if it does not see.
+        media: format of what the model takes besides tokens; None for text alone.
         mask_format: format of the batch's sampling masks; None to score over the whole vocabulary.
 
     """
@@ -296,7 +297,7 @@ def pad(
 
     token_ids_BT = padded(batch.token_ids_T, np.int64)
     # A real token: the embedding of padding may be zero, where the norms of some models (Gemma 3n) have no gradient.
-    filler = int(batch.token_ids_T[0]) if len(batch.token_ids_T) and image_settings is None else 0
+    filler = int(batch.token_ids_T[0]) if len(batch.token_ids_T) and media is None else 0
     token_ids_BT[lengths_B == 0] = filler
     valid_BT = padded(batch.valid(), np.bool_)
     routed_BTX = routed_BTLK = None
@@ -321,9 +322,7 @@ def pad(
         },
         row=row,
         routed_experts_BTLK=routed_BTLK,
-        images=None
-        if image_settings is None
-        else row_images(batch, rows, token_ids_BT, lengths_B, row, image_settings, device),
+        media=None if media is None else media.lay_out(batch, rows, token_ids_BT, lengths_B, row, device),
         masks=None
         if mask_format is None
         else masks_on(device, batch, sources[valid_BT[filled_BT]], mask_format.bitmap_words),

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tandem.trainer.batching.masks import NEVER, rule_out
-from tandem.trainer.scorers.scorer import HeadTask, Pictures, TokenScorer
+from tandem.trainer.micro_batches import MediaInputs
+from tandem.trainer.scorers.scorer import HeadTask, TokenScorer
 from tandem.trainer.scores import JudgedTokens, Scores, StudentScores, TopTokens
 from tandem.trainer.scoring import VocabularyShard, find_rank_tokens, logits_of, rows_at_once
 
@@ -28,7 +29,7 @@ class TopScorer(TokenScorer):
         num: int,
         linear_head: bool,
         context: dist.ProcessGroup | None = None,
-        pictures: Pictures | None = None,
+        media: MediaInputs | None = None,
         undrawable: Sequence[int] = (),
         judged_by: str = "",
     ) -> None:
@@ -37,7 +38,7 @@ class TopScorer(TokenScorer):
         With `judged_by` (``weighs_teachers_by``) it also says how far the model is to be trusted.
         """
         super().__init__(
-            model, temperature, linear_head=linear_head, context=context, pictures=pictures, undrawable=undrawable
+            model, temperature, linear_head=linear_head, context=context, media=media, undrawable=undrawable
         )
         self._num, self._judged_by = num, judged_by
 

@@ -18,7 +18,7 @@ from tandem.common.attention.segments import find_boundaries
 from tandem.common.errors import ModelError
 from tandem.trainer.batching.masks import NEVER, TokenMasks, masked_scores
 from tandem.trainer.context import inputs_of_share, sum_shares
-from tandem.trainer.micro_batches import MicroBatch, TokenRow
+from tandem.trainer.micro_batches import MediaInputs, MicroBatch, TokenRow
 from tandem.trainer.routing import RoutingReplay, experts_of
 from tandem.trainer.scores import Scores, StudentScores, TokenScores
 from tandem.trainer.scoring import VocabularyShard, placed, score_tokens
@@ -64,10 +64,6 @@ def _entropy(logprobs_KV: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts) if parts else logprobs_KV.new_zeros(0)
 
 
-Pictures = Callable[[MicroBatch], dict[str, Any]]
-"""The inputs of a model's forward pass that come from the images of a micro-batch."""
-
-
 class HeadTask(NamedTuple):
     """The arguments of a head."""
 
@@ -102,17 +98,17 @@ class ModelScorer:
         head: Any,
         context: dist.ProcessGroup | None,
         replay: RoutingReplay | None = None,
-        pictures: Pictures | None = None,
+        media: MediaInputs | None = None,
     ) -> None:
         """Take a model that is already sharded; `context` are the ranks that share each sequence with this one.
 
-        `replay` is given the experts of the tokens of each micro-batch. `pictures` gives what a vision model takes
-        beside the tokens.
+        `replay` is given the experts of the tokens of each micro-batch. `media` gives what the model takes besides the
+        tokens.
         """
         self.model = model
         self._context = context
         self._replay = replay
-        self._pictures = pictures
+        self._media = media
         self._task: HeadTask | None = None
         weight = head.weight
         self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
@@ -129,8 +125,8 @@ class ModelScorer:
         task = HeadTask(predictor_K, batch.token_ids_BT[valid_BT], others_KN, batch.masks)
         if self._replay is not None:
             self._replay.give(experts_of(batch, self._context))
-        if self._pictures is not None:
-            inputs |= self._pictures(batch)
+        if self._media is not None:
+            inputs |= self._media(batch)
         self._task = task if self._context is None else task.take(predictor_K >= 0)
         try:
             scores_K: Any = self._scores(inputs, self._task)
@@ -189,7 +185,7 @@ class TokenScorer(ModelScorer):
         learns_entropy: bool = False,
         needs_whole: bool = False,
         replay: RoutingReplay | None = None,
-        pictures: Pictures | None = None,
+        media: MediaInputs | None = None,
         undrawable: Sequence[int] = (),
         score: Callable[..., TokenScores | StudentScores] = score_tokens,
     ) -> None:
@@ -205,7 +201,7 @@ class TokenScorer(ModelScorer):
         self._temperature, self._learns_entropy, self._needs_whole = temperature, learns_entropy, needs_whole
         self._gives_logits = not linear_head
         head = model.get_output_embeddings()
-        super().__init__(model, head, context, replay, pictures)
+        super().__init__(model, head, context, replay, media)
         if self._gives_logits and self._is_cut:
             raise ModelError(f"{type(model).__name__} changes its logits, so its output layer cannot be cut over ranks")
         if not self._gives_logits:

@@ -33,7 +33,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from tandem.common.errors import CheckpointError, ModelError, NotFiniteError, OutlierError
 from tandem.common.numeric import RecentSteps
 from tandem.config import Config
-from tandem.config.models.vision_families import family_of
+from tandem.config.models.families import is_text_only
 from tandem.config.schema.adapters import PeftConfig
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters import catalogue
@@ -88,15 +88,13 @@ class ModelDescription:
             self.hugging_face.config.pad_token_id = load_tokenizer(config).pad_id
         self.model: dict[str, Any] = self.hugging_face.config.to_dict()
         self.shape = catalogue.make_shape(self.model)
-        self.family = family_of(self.section)
-        """Family of a vision model; None for a model of text."""
-        self.linear_in_tower: tuple[str, ...] = ()
-        """The tower's linear layers, which have no adapters."""
-        if self.family is not None:
+        self.linear_elsewhere: tuple[str, ...] = ()
+        """Linear layers outside of the language model, which have no adapters."""
+        if not is_text_only(self.section):
             from tandem.trainer.backends.megatron import vision  # text runs need none of it
 
             self.model = vision.language_of(self.model)
-            self.linear_in_tower = vision.linear_in_tower(self.hugging_face)
+            self.linear_elsewhere = vision.linear_in_tower(self.hugging_face)
         if self.head != "vocabulary":
             self.shape = self.shape.add_scalar_head(has_bias=self.head == "value")
         self.settings = settings_of(config, self.model, dist.get_world_size(), name)
@@ -136,20 +134,20 @@ class MegatronHeldModel:
         self._described, self._config, self.division = described, config, division
         self.settings = settings = described.settings
         self.is_trained = name in config.declaration.trains
-        pictures = self._pictures = self._see()
+        media = self._media = self._attach_media()
         built_chunks = build_chunks(
             described.section,
             described.model,
             settings,
             described.head,
-            None if pictures is None else pictures.chunk_of(described.hugging_face.config),
+            None if media is None else media.chunk_of(described.hugging_face.config),
         )
         chunks: list[LayerChunk] = [chunk.to(device) for chunk in built_chunks]
         for chunk in chunks:
             if described.adapters is not None:
                 adapt(chunk, described.layers, described.adapters)
-            elif pictures is not None:
-                pictures.freeze(chunk)
+            elif media is not None:
+                media.freeze(chunk)
         self.weights = RankWeights(chunks, settings.sizes, described.shape, described.adapters)
         self._start: dict[torch.Tensor, torch.Tensor] | None = None
         """This rank's parameters of adapters, with the values that training starts from; None if the reference has
@@ -174,8 +172,8 @@ class MegatronHeldModel:
             judged_by=config.weighs_teachers_by if name == "teacher" else "",
             learns_entropy=self.is_trained and config.learns_entropy,
             needs_whole=compares_whole(config),
-            pictures=pictures,
-            undrawable=() if pictures is None else pictures.undrawable,
+            media=media,
+            undrawable=() if media is None else media.undrawable,
             score=function_of_scores(config.settings_of(name)),
             row_divisor=settings.row_divisor,
         )
@@ -352,7 +350,7 @@ class MegatronHeldModel:
         self._offloaded = None
 
     def _load_model(self, folder: Path) -> None:
-        files = {} if self._pictures is None else {"opened": self._pictures.opened}
+        files = {} if self._media is None else {"opened": self._media.opened}
         load_model(folder, self.weights, self.name, **files)
 
     def _load_adapters(self, adapters: PeftConfig, checkpoint: Path | None) -> None:
@@ -382,20 +380,19 @@ class MegatronHeldModel:
         assert described is not None, "only called for a model with adapters"
         return checkpoints.agree(lambda: as_fused(adapter_files.read(folder, described, shapes), parts))
 
-    def _see(self) -> MegatronImageInputs | None:
+    def _attach_media(self) -> MegatronImageInputs | None:
         """Return what gives the chunks images; None for a model of text."""
-        family = self._described.family
-        if family is None:
+        if is_text_only(self._described.section):
             return None
-        from tandem.trainer.backends.megatron.vision import MegatronImageInputs  # text runs need none of it
+        from tandem.trainer.backends.megatron import vision  # text runs need none of it
 
-        return MegatronImageInputs(self._config, self._described.section, family, self.device)
+        return vision.attach(self._config, self._described.section, self.device)
 
     def _tensors(self) -> CheckpointTensors:
         """Return the weights that the model starts from, without adapters. Collective. Raises `ModelError`."""
         source = self._described.section.model_name
-        if self._pictures is not None:
-            return self._pictures.tensors()
+        if self._media is not None:
+            return self._media.tensors()
         return open_tensors(source, self._config, self.name)
 
     def _written(self) -> adapter_files.AdapterDescription | None:
@@ -403,7 +400,7 @@ class MegatronHeldModel:
         described = self._described
         if described.adapters is None:
             return None
-        linear = [layer for layers in described.linear.values() for layer in layers] + [*described.linear_in_tower]
+        linear = [layer for layers in described.linear.values() for layer in layers] + [*described.linear_elsewhere]
         source, has_experts = (
             described.section.model_name,
             described.shape.as_text.required_geometry.experts is not None,

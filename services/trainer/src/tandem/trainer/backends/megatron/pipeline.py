@@ -38,7 +38,7 @@ class ModelPipeline:
         judged_by: str = "",
         learns_entropy: bool = False,
         needs_whole: bool = False,
-        pictures: Callable[[MegatronRow, torch.nn.Module], dict[str, Any]] | None = None,
+        media: Callable[[MegatronRow, torch.nn.Module], dict[str, Any]] | None = None,
         undrawable: Sequence[int] = (),
         score: Callable[..., TokenScores | StudentScores] = score_tokens,
         row_divisor: int = 1,
@@ -55,13 +55,13 @@ class ModelPipeline:
             judged_by: with likeliest tokens, what the model's trustworthiness is judged by; empty for nothing.
             learns_entropy: whether the entropy has a gradient.
             needs_whole: whether the loss also reads log-probabilities without sampling masks where there are any.
-            pictures: what gives a chunk of a vision model its inputs beside a row's tokens.
+            media: what gives a chunk its inputs beside a row's tokens, if it takes any.
             undrawable: tokens that have no probability, as in engines.
             score: `score_tokens`, or what does the same.
             row_divisor: divisor of the length of rows, as in `rows_of`.
         """
         self.row_divisor = row_divisor
-        self._pictures, self._undrawable, self._score_tokens = pictures, tuple(undrawable), score
+        self._media, self._undrawable, self._score_tokens = media, tuple(undrawable), score
         self._num_likeliest, self._learns_entropy, self._needs_whole = num_likeliest, learns_entropy, needs_whole
         self._judged_by = judged_by
         self._chunks = list(chunks)
@@ -92,8 +92,8 @@ class ModelPipeline:
         def step(iterator: Iterator[MegatronRow], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             row = next(iterator)
             inputs: dict[str, Any] = {"position_ids": row.position_ids_1M}
-            if self._pictures is not None:
-                inputs |= self._pictures(row, chunk)
+            if self._media is not None:
+                inputs |= self._media(row, chunk)
             hidden = chunk(row.token_ids_1M, **inputs, attention_mask=None, packed_seq_params=row.sequences)
             return hidden, functools.partial(score, row)
 

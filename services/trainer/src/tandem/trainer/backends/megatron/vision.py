@@ -258,7 +258,7 @@ class MegatronImageInputs:
     def __call__(self, row: rows.MegatronRow, chunk: torch.nn.Module) -> dict[str, Any]:
         """Return inputs of a chunk beside the row's tokens. Raises `DataError` for an image that cannot be read."""
         inputs: dict[str, Any] = {}
-        images = None if row.batch is None else row.batch.images
+        images: RowImages | None = None if row.batch is None else row.batch.media
         if self._family.has_mrope:
             inputs["position_ids"] = _positions(row, images)
         bare: Any = unwrap_model(chunk)
@@ -269,6 +269,13 @@ class MegatronImageInputs:
         elif torch.is_grad_enabled() and any(each.requires_grad for each in bare.get_submodule(TOWER).parameters()):
             inputs["blank"] = self._source.blank  # every trained parameter gets a gradient of every row
         return inputs
+
+
+def attach(config: Config, section: ModelConfig, device: torch.device) -> MegatronImageInputs:
+    """Return what gives the chunks of a vision model images. Raises `ModelError`."""
+    family = vision_families.family_of(section)
+    assert family is not None, "the model takes more than text"
+    return MegatronImageInputs(config, section, family, device)
 
 
 def _positions(row: rows.MegatronRow, images: RowImages | None) -> torch.Tensor:
