@@ -58,7 +58,7 @@ def look(folder: Path) -> None:
         for each in requests:
             off = np.abs(made[each.request_id].logprobs_T - seeing.logprobs(each, made[each.request_id].token_ids_T))
             assert off.max() < 0.04, "bfloat16 keeps 8 bits"
-        other = msgspec.structs.replace(requests[0], images=(seeing.image(48, 40, 5),))
+        other = msgspec.structs.replace(requests[0], media=(seeing.image(48, 40, 5),))
         assert np.abs(made[0].logprobs_T - seeing.logprobs(other, made[0].token_ids_T)).max() > 0.06
     finally:
         engine.close()

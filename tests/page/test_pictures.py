@@ -15,10 +15,9 @@ from tandem.common.messages import ImageRef, SampleScored
 from tandem.observe.report.report import write_report
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.batch import SampleBatch
-from tandem.samples.images.columns import image_columns
-from tandem.samples.images.markers import marker
+from tandem.samples.batch import SampleBatch, media_columns
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import marker
 from tandem.samples.sample_files import FOLDER, shard_path
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_writing import table_of, write_shard
@@ -50,7 +49,7 @@ def a_sample(number: int, later: bool) -> RecordedSample:
         loss_mask_T=np.array([0, 0, 1, 0, 0, 0], dtype=np.bool_),
         generation_logprobs_T=np.zeros(6, dtype=np.float32),
         versions_T=np.full(6, -1, dtype=np.int32),
-        **image_columns([refs]),
+        **media_columns([refs]),
     )
     text = f"{marker(DIGESTS[number], 480, 400)}How many?"
     scored = SampleScored(

@@ -108,11 +108,11 @@ class ToyFactory:
     def prepare_process(self, num_threads: int) -> None:
         """Do nothing."""
 
-    def build(self, config: Any, tokenizer: Any, read_image: Any, limits: Any) -> ToyEngine:
+    def build(self, config: Any, media: Any) -> ToyEngine:
         """Return the engine of a run."""
         return ToyEngine(Path(config.policy.model_name), config.policy.max_total_sequence_length)
 
-    def load(self, serving: Any, tokenizer: Any, read_image: Any) -> ToyEngine:
+    def load(self, serving: Any, media: Any) -> ToyEngine:
         """Refuse: it takes its weights by refits alone."""
         raise ModelError("the toy engine is not served")
 

@@ -9,9 +9,9 @@ import pytest
 
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
-from tandem.samples.batch import MEDIA, TOKENS, SampleBatch, build_given_table, images_of
-from tandem.samples.images.columns import check_images, image_columns
-from tandem.samples.images.markers import MarkedImage, marked_in, marker, shown, split_at_markers
+from tandem.samples.batch import MEDIA, TOKENS, SampleBatch, build_given_table, media_columns, media_of
+from tandem.samples.images.columns import check_images
+from tandem.samples.markers import MarkedImage, marked_in, marker, shown, split_at_markers
 
 
 def image(number: int) -> ImageRef:
@@ -27,13 +27,13 @@ def batch_of(*images: tuple[ImageRef, ...], tokens: tuple[int, ...] = (5, 6, 7))
         loss_mask_T=np.tile(np.arange(len(tokens)) == len(tokens) - 1, num),
         advantages_S=np.ones(num, np.float32),
         rewards_S=np.zeros(num, np.float32),
-        **image_columns(images),
+        **media_columns(images),
     )
 
 
 def digests_of(batch: SampleBatch) -> list[list[str]]:
     return [
-        [images_of(batch, row)[start : start + 32].hex() for start in range(0, 32 * int(count), 32)]
+        [media_of(batch, row)[start : start + 32].hex() for start in range(0, 32 * int(count), 32)]
         for row, count in enumerate(batch.num_images_S)
     ]
 
@@ -57,7 +57,7 @@ def test_equal_tokens_with_other_images_are_another_prompt() -> None:
 def test_grids_of_families_with_fewer_numbers_are_padded() -> None:
     crops = ImageRef(digest="0" * 64, width=1, height=1, grid=(2, 3), num_tokens=4)
     fixed = ImageRef(digest="1" * 64, width=1, height=1, num_tokens=4)
-    assert image_columns([(crops, fixed)])["image_grids_IX"].tolist() == [[2, 3, 0], [0, 0, 0]]
+    assert media_columns([(crops, fixed)])["image_grids_IX"].tolist() == [[2, 3, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(

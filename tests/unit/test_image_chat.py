@@ -11,8 +11,8 @@ import pytest
 from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import expansion, grid_of, read_settings
-from tandem.samples.images.markers import MarkedImage, mark_images, marker
 from tandem.samples.images.reading import described
+from tandem.samples.markers import MarkedImage, mark_images, marker
 from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, whole_processor, write_vision_files
 
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_processor(tokenizer: VisionTokenizer, folder: P
         ],
     }
     marked = mark_images([message], lambda value: marker(*described(value, "here")[0]))
-    token_ids, images = tokenizer.encode_chat(marked, add_generation_prompt=True), tokenizer.images_in(marked)
+    token_ids, images = tokenizer.encode_chat(marked, add_generation_prompt=True), tokenizer.media_in(marked)
     extra = {"return_row_col_info": True} if family.has_crops else {}
     pixels = processor(images=[pictures] if family.has_crops else pictures, return_tensors="np", **extra)
     text = f"user:{family.part}and {family.part}{family.part}How many?\nassistant:"
@@ -145,7 +145,7 @@ def test_content_is_text_or_parts() -> None:
 def test_an_image_that_the_family_cannot_take(tokenizer: VisionTokenizer) -> None:
     if not tokenizer.settings.family.is_qwen:
         pytest.skip("other families take every shape")
-    for refuse in (tokenizer.images_in, lambda said: tokenizer.encode_chat(said, add_generation_prompt=True)):
+    for refuse in (tokenizer.media_in, lambda said: tokenizer.encode_chat(said, add_generation_prompt=True)):
         with pytest.raises(DataError, match="402 × 2 pixels are too narrow"):
             refuse([user(image(402, 2))])
 

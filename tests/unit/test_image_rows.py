@@ -14,24 +14,24 @@ from data_harness import data_config
 
 from tandem.common.errors import DataError
 from tandem.samples.data_sets import load_conversations, load_problems
-from tandem.samples.images.markers import marked_in, marker, shown
-from tandem.samples.images.rows import ImageRows
+from tandem.samples.data_sets.pictured import PicturedRows
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import marked_in, marker, shown
 from tests.harness.vision_models import encoded, picture
 
 PICTURES = [encoded(picture(48, 40, seed)) for seed in range(12)]
 MARKERS = [marker(hashlib.sha256(data).hexdigest(), 48, 40) for data in PICTURES]
 
 
-def rows_of(path: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[list[Any], ImageRows]:
+def rows_of(path: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[list[Any], PicturedRows]:
     """Write rows, and return the questions that are read from them, in order, and the reader."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"dataset_name": "jsonl", "train_data_path": str(path), "num_validation": 2}
     config = data_config(**keys, input_key="question", output_key="answer", **data)
-    images = ImageRows(config)
-    problems = load_problems(config, images)
+    reader = PicturedRows(config)
+    problems = load_problems(config, reader)
     found = sorted([*problems.train, *problems.validation], key=lambda problem: int(problem.problem_id.split(":")[1]))
-    return [problem.question for problem in found], images
+    return [problem.question for problem in found], reader
 
 
 def uri(data: bytes) -> str:
@@ -44,11 +44,11 @@ def test_files_and_data_uris_stand_in_front_or_where_the_text_says(tmp_path: Pat
     rows = [{"question": f"how many? {n}", "answer": "1", "image": f"{n}.png"} for n in range(4)]
     rows.append({"question": "is <image> like <image>?", "answer": "no", "images": ["4.png", uri(PICTURES[5])]})
     rows.append({"question": "no picture", "answer": "yes", "image": None})
-    questions, images = rows_of(tmp_path / "rows.jsonl", rows)
+    questions, reader = rows_of(tmp_path / "rows.jsonl", rows)
     assert questions[0] == f"{MARKERS[0]}how many? 0"
     assert questions[4] == f"is {MARKERS[4]} like {MARKERS[5]}?"
     assert questions[5] == "no picture"
-    images.keep(tmp_path / "kept")
+    reader.images.keep(tmp_path / "kept")
     kept = ImageFolder(tmp_path / "kept")
     assert [kept.get(found.digest) for found in marked_in("".join(MARKERS[:6]))] == PICTURES[:6]
 
@@ -66,7 +66,7 @@ def test_paths_begin_at_the_folder_of_their_own_file(tmp_path: Path) -> None:
         "val_data_path": str(tmp_path / "held_out/rows.jsonl"),
     }
     config = data_config(dataset_name="jsonl", input_key="question", output_key="answer", **files)
-    problems = load_problems(config, ImageRows(config))
+    problems = load_problems(config, PicturedRows(config))
     assert {problem.question for problem in problems.train} == {f"{MARKERS[n]}{n}?" for n in range(8)}
     assert {problem.question for problem in problems.validation} == {f"{MARKERS[n]}{n}?" for n in range(8, 12)}
 
@@ -84,7 +84,7 @@ def test_images_of_the_hubs_data_sets_are_not_decoded(tmp_path: Path) -> None:
     config = data_config(
         dataset_name=str(tmp_path / "set"), input_key="problem", output_key="answer", split="train", num_validation=2
     )
-    problems = load_problems(config, ImageRows(config))
+    problems = load_problems(config, PicturedRows(config))
     found = {problem.answer: problem for problem in (*problems.train, *problems.validation)}
     assert [found[str(n)].question for n in range(12)] == [f"{MARKERS[n]}{n}?" for n in range(12)]
     assert all("images" not in problem.metadata for problem in found.values())
@@ -98,10 +98,10 @@ def test_a_question_of_messages_has_images_as_parts_or_in_a_field(tmp_path: Path
         {"question": [system, last], "image": uri(PICTURES[1])},
         *({"question": f"{number}?"} for number in range(4)),
     ]
-    questions, images = rows_of(tmp_path / "rows.jsonl", [{**row, "answer": "1"} for row in rows])
+    questions, reader = rows_of(tmp_path / "rows.jsonl", [{**row, "answer": "1"} for row in rows])
     for number in (0, 1):
         assert questions[number] == [system, {"role": "user", "content": f"{MARKERS[number]}how many?"}]
-    images.keep(tmp_path / "kept")
+    reader.images.keep(tmp_path / "kept")
     kept = ImageFolder(tmp_path / "kept")
     assert [kept.get(found.digest) for found in marked_in("".join(MARKERS[:2]))] == PICTURES[:2]
 
@@ -122,7 +122,7 @@ def test_conversations_have_images_as_parts(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = data_config("sft", dataset_name="jsonl", train_data_path=str(path), num_validation=2, chat_key="messages")
-    sets = load_conversations(config, ImageRows(config))
+    sets = load_conversations(config, PicturedRows(config))
     asked = {conversation.prompt[0]["content"] for conversation in (*sets.train, *sets.validation)}
     assert asked == {f"{MARKERS[n]}{n}?" for n in range(12)}
     assert sets.train[0].answers[0][0]["content"] == "three"
@@ -182,7 +182,7 @@ def test_both_answers_of_a_pair_follow_the_same_images(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"dataset_name": "jsonl", "train_data_path": str(tmp_path / "pairs.jsonl"), "num_validation": 1}
     config = data_config("dpo", **keys, input_key="question", output_key="answer")
-    found = load_conversations(config, ImageRows(config))
+    found = load_conversations(config, PicturedRows(config))
     prompts = {each.name.rpartition(":")[2]: each.prompt[0]["content"] for each in (*found.train, *found.validation)}
     assert prompts["1"] == f"{MARKERS[0]}0?"
     assert prompts["7"] == f"which {MARKERS[0]} colour?"

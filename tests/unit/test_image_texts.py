@@ -8,9 +8,9 @@ import pytest
 
 from tandem.common.messages import ImageRef
 from tandem.samples.images.chat import MarkedTexts, VisionTokenizer, marked_texts
-from tandem.samples.images.markers import MarkedImage, marked_in, marker
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import MarkedImage, marked_in, marker
 from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, picture, write_vision_files
 
@@ -34,7 +34,7 @@ def asked(tokenizer: VisionTokenizer, *parts: str | MarkedImage) -> tuple[list[i
     """Return the tokens and images of a message."""
     content = "".join(part if isinstance(part, str) else marker(*part) for part in parts)
     messages = [{"role": "user", "content": content}]
-    return tokenizer.encode_chat(messages, add_generation_prompt=True), tokenizer.images_in(messages)
+    return tokenizer.encode_chat(messages, add_generation_prompt=True), tokenizer.media_in(messages)
 
 
 def test_a_marker_stands_for_all_tokens_of_an_image(tokenizer: VisionTokenizer, tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from tandem.observe.page import worker as module
 from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.report.report import frozen_page
 from tandem.observe.report.side_by_side import load_runs
-from tandem.samples.images.columns import image_columns
-from tandem.samples.images.markers import marker
+from tandem.samples.batch import media_columns
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import marker
 from tests.harness import leaks
 from tests.harness.vision_models import encoded, picture
 
@@ -149,7 +149,7 @@ def test_a_sample_names_the_pictures_after_its_prompt_and_the_report_has_them_al
     digests = [keep(encoded(picture(48, 40, seed))) for seed in range(2)]
     refs = [reference(digest) for digest in digests]
     sample = a_sample(3, 0, 0, prompt=f"user:{marker(digests[0], 48, 40)}How many?")
-    arrays = sample.arrays.replace(**image_columns([refs]))
+    arrays = sample.arrays.replace(**media_columns([refs]))
     with make_run("run"):
         record("run", [type(sample)(**{**fields(sample), "arrays": arrays})])
         assert get(client("run"), "/api/runs/0/samples/3/0/0")["later_images"] == [digests[1]]

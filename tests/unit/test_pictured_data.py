@@ -18,11 +18,12 @@ from PIL import Image
 from tandem.common.errors import ConfigError, DataError
 from tandem.config import Config, build_config
 from tandem.samples.data_sets import load_conversations, load_problems
+from tandem.samples.data_sets.pictured import PicturedRows
 from tandem.samples.data_sets.prompts import PromptWriter
 from tandem.samples.data_sets.sources import hub
-from tandem.samples.images.markers import marked_in, marker
-from tandem.samples.images.rows import ImageRows, StoredMedia
+from tandem.samples.images.rows import StoredMedia
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import marked_in, marker
 from tests.harness.pictured_data import ASKED, PICTURES, clevr_rows, geometry_rows, refcoco_rows, write_coco, write_set
 from tests.harness.vision_models import write_vision_files
 
@@ -50,15 +51,15 @@ def test_clevr_has_its_answer_in_tags() -> None:
     write_set("clevr", clevr_rows(12))
     sets = {"train": {"dataset_name": "clevr-cogent", "data_path": "clevr"}, "split_validation_size": 2}
     config = configured(**sets, default={"env_name": "clevr-cogent"})
-    images = ImageRows(config)
-    problems = load_problems(config, images)
+    reader = PicturedRows(config)
+    problems = load_problems(config, reader)
     found = sorted([*problems.train, *problems.validation], key=lambda each: int(each.problem_id.split(":")[-1]))
     assert [problem.question for problem in found] == [
         f"{mark(PICTURES[number])}How many items are there? {number}" for number in range(12)
     ]
     assert [problem.answer for problem in found] == [str(number) for number in range(12)]
     assert all(not problem.metadata for problem in found)
-    images.keep(Path("kept"))
+    reader.images.keep(Path("kept"))
     assert ImageFolder(Path("kept")).get(marked_in(found[3].question)[0].digest) == PICTURES[3]
 
 
@@ -68,7 +69,7 @@ def test_geometry_shows_the_first_image_in_front() -> None:
         "train": {"dataset_name": "geometry3k", "data_path": "geometry"},
         "validation": {"dataset_name": "geometry3k", "data_path": "geometry", "split": "test"},
     }
-    problems = load_problems(config := configured(**sets, default={"env_name": "geometry3k"}), ImageRows(config))
+    problems = load_problems(config := configured(**sets, default={"env_name": "geometry3k"}), PicturedRows(config))
     assert [problem.question for problem in problems.train] == [
         f"{mark(PICTURES[number])}Find x of {number}." for number in range(8)
     ]
@@ -80,8 +81,8 @@ def test_refcoco_asks_for_a_box_in_a_scaled_image() -> None:
     write_coco(Path("coco_images"), 12)
     names = {"dataset_name": "refcoco", "data_path": "refcoco"}
     config = configured(train=names, validation={**names, "split": "validation"}, default={"env_name": "clevr-cogent"})
-    images = ImageRows(config)
-    problems = load_problems(config, images)
+    reader = PicturedRows(config)
+    problems = load_problems(config, reader)
     for number, problem in enumerate([*problems.train, *problems.validation]):
         (image,) = marked_in(problem.question)
         assert (image.width, image.height) == (256, 256)
@@ -93,14 +94,14 @@ def test_refcoco_asks_for_a_box_in_a_scaled_image() -> None:
             assert text.removeprefix(ASKED) == phrases[1], "the longest"
         # The images are 80 × 40 pixels, the box (8, 4) to (40, 20 + number).
         assert problem.answer == f"[100, 100, 500, {round((20 + number) / 40 * 1000)}]"
-    images.keep(Path("kept"))
+    reader.images.keep(Path("kept"))
     with Image.open("coco_images/train2014/3.jpg") as original:
         expected = original.convert("RGB").resize((256, 256))
     with Image.open("coco_images/train2014/0.jpg") as first:
         assert first.size == (80, 40)
     kept = ImageFolder(Path("kept")).get(marked_in(problems.train[3].question)[0].digest)
     assert Image.open(io.BytesIO(kept)).tobytes() == expected.tobytes()
-    again = load_problems(config, ImageRows(config))
+    again = load_problems(config, PicturedRows(config))
     assert [problem.question for problem in again.train] == [problem.question for problem in problems.train]
 
 
@@ -109,7 +110,7 @@ def test_a_folder_of_coco_that_is_not_there_is_named() -> None:
     sets = {"dataset_name": "refcoco", "data_path": "refcoco", "download_dir": "elsewhere"}
     config = configured(train=sets, split_validation_size=2, default={"env_name": "clevr-cogent"})
     with pytest.raises(DataError) as caught:
-        load_problems(config, ImageRows(config))
+        load_problems(config, PicturedRows(config))
     assert "cannot read 'elsewhere/train2014/0.jpg': No such file or directory" in str(caught.value)
     assert "data.download_dir (elsewhere) is a folder with COCO's train2014" in str(caught.value)
 
@@ -119,7 +120,7 @@ def test_instructions_follow_the_images_as_in_nemo_rl() -> None:
     write_set("clevr", clevr_rows(4))
     sets = {"dataset_name": "clevr-cogent", "data_path": "clevr", "prompt_file": "cot.txt"}
     config = configured(train=sets, num_validation=0, default={"env_name": "clevr-cogent"})
-    problems = load_problems(config, ImageRows(config))
+    problems = load_problems(config, PicturedRows(config))
     (message,) = PromptWriter(config.data.train_sets[0]).messages(problems.train[0])
     assert message["content"] == (f"{mark(PICTURES[0])}Think first.\nHow many items are there? 0\n\nLet's think.")
 
@@ -128,7 +129,7 @@ def test_sft_learns_the_answers() -> None:
     write_set("clevr", clevr_rows(6))
     sets = {"dataset_name": "clevr-cogent", "data_path": "clevr"}
     config = configured("sft", train=sets, split_validation_size=2, default={"processor": "sft_processor"})
-    conversations = load_conversations(config, ImageRows(config))
+    conversations = load_conversations(config, PicturedRows(config))
     one = next(each for each in conversations.train if each.name.endswith(":1"))
     assert list(one.prompt) == [{"role": "user", "content": f"{mark(PICTURES[1])}How many items are there? 1"}]
     assert list(one.answers[0]) == [{"role": "assistant", "content": "1"}]
@@ -141,7 +142,7 @@ def test_files_hold_the_same_rows() -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = {"dataset_name": "clevr-cogent", "data_path": "rows.jsonl"}
     config = configured(train=sets, split_validation_size=2, default={"env_name": "clevr-cogent"})
-    problems = load_problems(config, ImageRows(config))
+    problems = load_problems(config, PicturedRows(config))
     assert {problem.answer for problem in [*problems.train, *problems.validation]} == {str(n) for n in range(8)}
 
 
@@ -150,7 +151,7 @@ def test_rows_of_another_shape_are_named() -> None:
     sets = {"dataset_name": "clevr-cogent", "data_path": "rows.jsonl"}
     config = configured(train=sets, split_validation_size=1, default={"env_name": "clevr-cogent"})
     with pytest.raises(DataError, match=r"rows.jsonl:1 has no 'solution', which rows of clevr-cogent have: image, que"):
-        load_problems(config, ImageRows(config))
+        load_problems(config, PicturedRows(config))
 
 
 def test_splits_are_repositories() -> None:
@@ -185,7 +186,7 @@ def test_the_images_of_known_sets_are_found_whatever_images_are_called_elsewhere
     write_set("clevr", clevr_rows(4))
     sets = {"train": {"dataset_name": "clevr-cogent", "data_path": "clevr"}, "split_validation_size": 1}
     config = configured(**sets, image_key="picture", default={"env_name": "clevr-cogent"})
-    problems = load_problems(config, ImageRows(config))
+    problems = load_problems(config, PicturedRows(config))
     assert all(marked_in(problem.question) for problem in problems.train)
 
 
@@ -234,4 +235,4 @@ def test_sounds_and_videos_are_refused_by_name(kind: str) -> None:
     pyarrow.parquet.write_table(table, "set/train.parquet")
     config = configured(dataset_name="set", input_key="input", output_key="output", environment="geometry3k")
     with pytest.raises(DataError, match=rf"set\[train\]:0 has {kind} in 'clip', which is not built"):
-        load_problems(config, ImageRows(config))
+        load_problems(config, PicturedRows(config))

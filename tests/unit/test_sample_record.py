@@ -17,8 +17,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, ImageRef, SampleScored
-from tandem.samples.batch import MEDIA, SAMPLES, SampleBatch
-from tandem.samples.images.columns import image_columns
+from tandem.samples.batch import MEDIA, SAMPLES, SampleBatch, media_columns
 from tandem.samples.recorded_shards import read_shard, read_step, samples_of, steps
 from tandem.samples.routed_experts import COLUMN, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
@@ -191,25 +190,25 @@ def test_an_unfinished_file_can_be_read_while_it_grows_and_wherever_it_is_cut_of
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (0, 3), (3, 0), (0, 0)])
-def test_images_of_an_agents_branches_stay_with_their_branch(tmp_path: Path, counts: tuple[int, int]) -> None:
+def test_media_of_an_agents_branches_stay_with_their_branch(tmp_path: Path, counts: tuple[int, int]) -> None:
     refs = [
         ImageRef(digest=f"{number:064x}", width=8, height=8, grid=(1, 2, number), num_tokens=1) for number in range(3)
     ]
     one, two = sample_of(4), sample_of(3)
-    own = [one.replace(**image_columns([refs[: counts[0]]])), two.replace(**image_columns([refs[: counts[1]]]))]
+    own = [one.replace(**media_columns([refs[: counts[0]]])), two.replace(**media_columns([refs[: counts[1]]]))]
     expected = recorded(FULL, SampleBatch.concatenate(own))
     (found,) = samples_of(read_shard(write(tmp_path, [expected]), RUN_ID))
     assert_same(found, expected)
     assert found.arrays.num_images_S.tolist() == [*counts]
 
 
-def test_images_of_a_model_that_sees_are_recorded(tmp_path: Path) -> None:
+def test_media_of_a_model_that_sees_are_recorded(tmp_path: Path) -> None:
     """By digest and grid, in files that keep growing and in shards; other files stay as they are."""
     refs = [
         ImageRef(digest=f"{number:064x}", width=8, height=8, grid=(1, 2, number), num_tokens=1) for number in (1, 2)
     ]
     samples = [
-        recorded(scored(0, place), sample_of(20).replace(**image_columns([images])), command_id=4)
+        recorded(scored(0, place), sample_of(20).replace(**media_columns([images])), command_id=4)
         for place, images in enumerate([refs, [], refs[1:]])
     ]
     path = unfinished_path(tmp_path, 12, "rollout-0")

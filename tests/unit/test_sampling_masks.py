@@ -275,7 +275,7 @@ GROUP = PromptGroup(
 class Texts:
     """As much of a tokenizer as a session needs to show what was said."""
 
-    sees = False
+    takes_media = False
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         return " ".join(map(str, token_ids))

@@ -79,7 +79,7 @@ def test_two_pictures_of_one_size_are_two_prompts(seeing: Seeing) -> None:
     assert requests[0].prompt_ids == requests[1].prompt_ids
     finished = run_all(engine, requests)
     assert apart(seeing, requests, finished) < TOLERANCE
-    swapped = [msgspec.structs.replace(requests[row], images=requests[1 - row].images) for row in range(2)]
+    swapped = [msgspec.structs.replace(requests[row], media=requests[1 - row].media) for row in range(2)]
     assert apart(seeing, swapped, finished) > 0.1
 
 
@@ -96,7 +96,7 @@ def test_later_turns_may_show_more_images(family: str, tmp_path: Path) -> None:
         before,
         request_id=1,
         prompt_ids=(*before.prompt_ids, *made.token_ids_T.tolist(), *later),
-        images=(first, second),
+        media=(first, second),
     )
     assert apart(seeing, [after], run_all(engine, [after])) < TOLERANCE
     assert passes == [1, 1]
@@ -226,10 +226,10 @@ def test_images_that_cannot_be_read_are_refused_by_name(seeing: Seeing) -> None:
     request = seeing.request(0, "how many?", [image])
     wrong = msgspec.structs.replace(image, grid=(1, 4, 4))
     cases = [
-        (msgspec.structs.replace(request, images=()), "has 30 image tokens, its 0 images need 0"),
-        (msgspec.structs.replace(request, images=(image, image)), "has 30 image tokens, its 2 images need 60"),
+        (msgspec.structs.replace(request, media=()), "has 30 image tokens, its 0 images need 0"),
+        (msgspec.structs.replace(request, media=(image, image)), "has 30 image tokens, its 2 images need 60"),
         (
-            msgspec.structs.replace(request, prompt_ids=seeing.tokens("x", [wrong]), images=(wrong,)),
+            msgspec.structs.replace(request, prompt_ids=seeing.tokens("x", [wrong]), media=(wrong,)),
             r"is divided into \(1, 10, 12\), its reference says \(1, 4, 4\)",
         ),
     ]

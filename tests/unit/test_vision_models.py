@@ -10,8 +10,8 @@ import transformers
 
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import read_settings
-from tandem.samples.images.markers import marker
 from tandem.samples.images.reading import described
+from tandem.samples.markers import marker
 from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, write_vision_model
 

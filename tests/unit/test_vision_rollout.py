@@ -14,7 +14,7 @@ from vision_harness import Seeing
 
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef, Problem, PromptGroup
-from tandem.samples.images.markers import marker
+from tandem.samples.markers import marker
 
 TOLERANCE = 1e-5
 
@@ -39,7 +39,7 @@ class SeeingRollout(Rollout):
             group=number,
             problem=Problem(problem_id=f"p{number}", question="", answer="", metadata={"shows": later}),
             prompt_ids=tuple(self.tokenizer.encode_chat(messages, add_generation_prompt=True)),
-            images=self.tokenizer.images_in(messages),
+            media=self.tokenizer.media_in(messages),
             seeds=tuple(seeds),
         )
 
@@ -102,17 +102,17 @@ def test_such_a_sample_ends_the_run_if_that_is_asked_for(tmp_path: Path) -> None
 
 def test_image_tokens_that_are_not_those_of_the_images_are_refused(rollout: SeeingRollout) -> None:
     group = rollout.shown(0, rollout.seeing.image(48, 40, 1), [1])
-    for images, needed in (((), 0), ((*(group.images or ()), *(group.images or ())), 60)):
+    for images, needed in (((), 0), ((*(group.media or ()), *(group.media or ())), 60)):
         what = rf"^Generate.groups\[0\].images: the prompt has 30 image tokens, its images need {needed}$"
         with pytest.raises(WireError, match=what):
-            rollout.start(msgspec.structs.replace(group, images=images))
+            rollout.start(msgspec.structs.replace(group, media=images))
     assert rollout.run(group)
 
 
 def test_a_text_model_refuses_images(tmp_path: Path) -> None:
     rollout = Rollout(tmp_path, "tests.harness.showing.Shows")
     image = ImageRef(digest="ab" * 32, width=1, height=1, grid=(1, 2, 2), num_tokens=1)
-    group = msgspec.structs.replace(rollout.group(0, [1]), images=(image,))
+    group = msgspec.structs.replace(rollout.group(0, [1]), media=(image,))
     with pytest.raises(WireError, match=r"^Generate.groups\[0\].images: the model does not see$"):
         rollout.start(group)
     rollout.service.close()

@@ -72,7 +72,7 @@ class Seeing:
         return SequenceRequest(
             request_id=number,
             prompt_ids=self.tokens(text, images),
-            images=tuple(images),
+            media=tuple(images),
             sampling=sampling(**changes),
             seed=number if seed is None else seed,
         )
@@ -92,8 +92,8 @@ class Seeing:
         ids_1T = torch.tensor([[*request.prompt_ids, *token_ids_T.tolist()]])
         inputs: dict[str, Any] = {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
         family = self.settings.family
-        if request.images:
-            own = [pixels(family, self._processor, decode(self.images.get(each.digest))) for each in request.images]
+        if request.media:
+            own = [pixels(family, self._processor, decode(self.images.get(each.digest))) for each in request.media]
             inputs |= tower_inputs(family, own)
             if family.is_qwen:
                 inputs["mm_token_type_ids"] = (ids_1T == self.settings.image_token_id).long()

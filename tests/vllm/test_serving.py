@@ -73,7 +73,7 @@ def test_vllm_answers_questions_about_pictures(tmp_path: Path) -> None:
                 token_ids_T = np.array(choice.token_ids, np.int32)
                 found_T = np.array([each.logprob for each in choice.logprobs.content])
                 assert np.abs(found_T - seeing.logprobs(request, token_ids_T)).max() < 1e-5
-                wrong = msgspec.structs.replace(request, images=(other,))
+                wrong = msgspec.structs.replace(request, media=(other,))
                 assert np.abs(found_T - seeing.logprobs(wrong, token_ids_T)).max() > 0.01
 
 

@@ -55,7 +55,7 @@ def test_later_turns_may_show_more_images(seeing: Seeing, filled: SeeingVllmEngi
         before,
         request_id=1,
         prompt_ids=(*before.prompt_ids, *made.token_ids_T.tolist(), *later),
-        images=(first, second),
+        media=(first, second),
     )
     assert apart(seeing, [after], run_all(filled, [after])) < TOLERANCE
 
@@ -73,10 +73,10 @@ def test_images_that_cannot_be_read_are_refused_by_name(seeing: Seeing, filled: 
     image = seeing.image(48, 40, 9)
     request = seeing.request(0, "how many?", [image])
     wrong = msgspec.structs.replace(image, grid=(1, 4, 4), num_tokens=num_tokens(seeing.settings, (1, 4, 4)))
-    of_another = msgspec.structs.replace(request, prompt_ids=seeing.tokens("x", [wrong]), images=(wrong,))
+    of_another = msgspec.structs.replace(request, prompt_ids=seeing.tokens("x", [wrong]), media=(wrong,))
     cases: list[tuple[SequenceRequest, type[Exception], str]] = [
-        (msgspec.structs.replace(request, images=()), DataError, "has 30 image tokens, its 0 images need 0"),
-        (msgspec.structs.replace(request, images=(image,) * 2), DataError, "has 30 image tokens, its 2 images need 60"),
+        (msgspec.structs.replace(request, media=()), DataError, "has 30 image tokens, its 0 images need 0"),
+        (msgspec.structs.replace(request, media=(image,) * 2), DataError, "has 30 image tokens, its 2 images need 60"),
         (of_another, ModelError, rf"tower makes 30 tokens of image 1 \({image.digest[:12]}\), the prompt has 4"),
     ]
     for bad, kind, why in cases:
@@ -116,7 +116,6 @@ def test_an_engine_of_text_executes_nothing_of_images(tmp_path: Path) -> None:
         "from engine_harness import request, run_all\n"
         "from tandem.config.schema.generation import VllmCfg\n"
         "from tandem.rollout.engines.factory import find_factory\n"
-        "from tandem.samples.model_files import load_model_tokenizer\n"
         "from tandem.serving.server_process import ServingHandover\n"
         "folder = Path(sys.argv[1])\n"
         "serving = ServingHandover(\n"
@@ -124,7 +123,7 @@ def test_an_engine_of_text_executes_nothing_of_images(tmp_path: Path) -> None:
         "    precision='float32', num_threads=1, deadline_s=60,\n"
         "    vllm_cfg=VllmCfg(precision='float32', max_model_len=128), vllm_kwargs={'kv_cache_memory_bytes': 2**26},\n"
         ")\n"
-        "made = find_factory('vllm').load(serving, load_model_tokenizer(folder), None)\n"
+        "made = find_factory('vllm').load(serving, None)\n"
         "print(len(run_all(made, [request(0, (1, 2, 3))])))\n"
         "made.close()\n"
         "print([name for name in sys.modules if name.endswith('.vllm.pictures')])\n"

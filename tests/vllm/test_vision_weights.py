@@ -37,9 +37,9 @@ def test_logprobs_match_a_forward_over_the_whole_sequence(family: str, tmp_path:
         passes = passes_of(engine)
         finished = run_all(engine, requests)
         assert apart(seeing, requests, finished) < TOLERANCE
-        images = {image.digest: image.num_tokens for request in requests for image in request.images}
+        images = {image.digest: image.num_tokens for request in requests for image in request.media}
         assert sum(passes) == sum(images.values()), "each image becomes features once"
-        swapped = msgspec.structs.replace(requests[0], images=requests[4].images)
+        swapped = msgspec.structs.replace(requests[0], media=requests[4].media)
         assert apart(seeing, [swapped], finished) > 0.1, "and every one of them matters"
 
 

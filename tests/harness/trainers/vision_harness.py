@@ -17,8 +17,7 @@ from PIL import Image
 from tandem.common.messages import ImageRef
 from tandem.config import Config
 from tandem.config.models.vision_families import VISION
-from tandem.samples.batch import SampleBatch
-from tandem.samples.images.columns import image_columns
+from tandem.samples.batch import SampleBatch, media_columns
 from tandem.samples.images.families import expand, grid_of, num_tokens, read_settings, undrawable_ids
 from tandem.samples.images.rows import image_folder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
@@ -102,7 +101,7 @@ def seeing_batch(config: Config, sequences: Sequence[Sequence_] = SEQUENCES, *, 
         generation_logprobs_T=logprobs_T,
         advantages_S=random.normal(0.0, 1.0, len(token_ids)).astype(np.float32),
         rewards_S=np.zeros(len(token_ids), dtype=np.float32),
-        **image_columns(images),
+        **media_columns(images),
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tandem.config import config_from_json
 from tandem.observe.run_folder.journal import read_journal
-from tandem.samples.images.markers import marked_in
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import marked_in
 from tandem.samples.recorded_shards import read_step
 from tests.harness.hub_server import HubServer
 from tests.harness.pictured_data import ASKED, PICTURES, clevr_rows, files_of, geometry_rows, refcoco_rows, write_coco

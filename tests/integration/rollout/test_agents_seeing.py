@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tandem.observe.samples import trainer_logprobs
-from tandem.samples.images.markers import marked_in
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import marked_in
 from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.running import Command, coordinator, merged, process_of, steps_of, write_config
 from tests.harness.vision_models import encoded, picture, write_vision_model

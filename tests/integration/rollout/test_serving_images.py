@@ -16,8 +16,8 @@ import transformers
 
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import read_settings, undrawable_ids
-from tandem.samples.images.markers import marker
 from tandem.samples.images.reading import decode, described
+from tandem.samples.markers import marker
 from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.runs.running import BIN, TIMEOUT_S, Command
 from tests.harness.vision_models import encoded, image_processor, picture, write_vision_model

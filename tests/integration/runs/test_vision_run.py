@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
-from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import marked_in, marker
 from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.by_hand import assert_same_results
 from tests.harness.runs.held_runs import await_hold, go_on, hold

@@ -217,7 +217,7 @@ class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
     """Folder of a Tandem checkpoint to resume from; empty to start from ``policy.model_name``."""
     samples_folder: str = ""
     """Folder of the rollout log, beside which log-probabilities are kept; empty where there is none."""
-    images_at: Listener | None = None
+    media_at: Listener | None = msgspec.field(default=None, name="images_at")
     """The coordinator's listener for `FetchImages`; None if the policy does not see."""
 
 
@@ -473,7 +473,7 @@ class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
     """Folder of the rollout log, to which finished samples are written; empty where there is none."""
     reward_server: RewardServer | None = None
     """Server that scores responses; None where the configuration alone describes the environment."""
-    images_at: Listener | None = None
+    media_at: Listener | None = msgspec.field(default=None, name="images_at")
     """The coordinator's listener for `FetchImages`; None if the policy does not see."""
 
 
@@ -513,6 +513,10 @@ class ImageRef(Message, frozen=True, kw_only=True):
     """Placeholder tokens whose embeddings the image's features replace."""
 
 
+Media = tuple[ImageRef, ...]
+"""All that a prompt has besides tokens, in order: its images."""
+
+
 Question = str | list[dict[str, Any]]
 """A text, or the messages of a conversation, with all the fields that they came with."""
 
@@ -543,7 +547,7 @@ class PromptGroup(Message, frozen=True, kw_only=True):
     """A 64-bit seed for each sample: the same seed, weights and prompt give the same sample, whatever else runs."""
     environment: str = ""
     """Entry of ``env`` that scores the samples; empty if the run has only one."""
-    images: tuple[ImageRef, ...] | None = None
+    media: Media | None = msgspec.field(default=None, name="images")
     """Images of the prompt, in order; None if the model does not see."""
     tools_field: str = ""
     """Field of the problem's metadata with the tools that the prompt shows; empty if it shows none."""
@@ -789,6 +793,9 @@ class FetchImages(Message, frozen=True, kw_only=True, tag=True):
     """Run of the requester, in case the address belongs to another run by now."""
     request_id: Count
     digests: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=MAX_IMAGES_FETCHED)]
+
+
+FetchMedia = FetchImages
 
 
 class ImagesFetched(Message, frozen=True, kw_only=True, tag=True):

@@ -14,13 +14,14 @@ from rich.text import Text
 from tandem.common.messages import Purpose
 from tandem.common.texts import visible
 from tandem.observe.samples import SampleSelection
-from tandem.samples.images.markers import marked_in
-from tandem.samples.images.markers import shown as text_with_labels
+from tandem.samples.batch import list_media
+from tandem.samples.markers import marked_in
+from tandem.samples.markers import shown as text_with_labels
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.samples.images.chat import MarkedTexts
+    from tandem.samples.media import MediaTexts
 
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,60}｜>|\[/?[A-Z_]{2,20}\]|</?[a-z_]{1,20}>")
 """Pattern of special tokens, as tokenizers of chat models write them."""
@@ -50,34 +51,33 @@ class SampleTextPart(NamedTuple):
 
 
 def parts_of(
-    sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None = None
+    sample: RecordedSample, tokenizer: Tokenizer | None, texts: MediaTexts | None = None
 ) -> list[SampleTextPart]:
     """Return the parts after a sample's prompt, with special tokens; without a tokenizer, one part without them.
 
-    `pictures` decodes what a vision model was given.
+    `texts` decodes what has more than text.
     """
     mask_T = sample.arrays.loss_mask_T[sample.scored.prompt_length :]
     if tokenizer is None or not len(mask_T):
         return [SampleTextPart(True, sample.scored.response)]
     ids_T = sample.arrays.token_ids_T[sample.scored.prompt_length :]
     edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
-    if pictures is not None:
-        return _split_with_images(sample, pictures, edges)
+    if texts is not None:
+        return _split_with_media(sample, texts, edges)
     return [
         SampleTextPart(bool(mask_T[first]), tokenizer.decode(ids_T[first:end].tolist(), skip_special_tokens=False))
         for first, end in itertools.pairwise(edges)
     ]
 
 
-def _split_with_images(sample: RecordedSample, pictures: MarkedTexts, edges: list[int]) -> list[SampleTextPart]:
-    """Return the parts between these places after the prompt, with markers for images."""
+def _split_with_media(sample: RecordedSample, texts: MediaTexts, edges: list[int]) -> list[SampleTextPart]:
+    """Return the parts between these places after the prompt, with markers for media."""
     first_T = sample.scored.prompt_length
     ids_T, mask_T = sample.arrays.token_ids_T[first_T:], sample.arrays.loss_mask_T[first_T:]
-    digests = [digest.tobytes().hex() for digest in sample.arrays.image_digests_IX]
-    digests = digests[len(marked_in(sample.prompt)) :]
+    digests = list_media(sample.arrays)[len(marked_in(sample.prompt)) :]
     parts = []
     for first, end in itertools.pairwise(edges):
-        text = pictures.text_of(ids_T[first:end].tolist(), digests)
+        text = texts.text_of(ids_T[first:end].tolist(), digests)
         digests = digests[len(marked_in(text)) :]
         parts.append(SampleTextPart(bool(mask_T[first]), text))
     return parts
@@ -103,16 +103,16 @@ def print_samples(
     purpose: Purpose,
     tokenizer: Tokenizer | None,
     trainer_logprobs: dict[tuple[int, int], np.ndarray] | None = None,
-    pictures: MarkedTexts | None = None,
+    texts: MediaTexts | None = None,
 ) -> None:
     """Print samples, one below the other; with `trainer_logprobs` also the tokens of each.
 
-    `pictures` is that of a vision model.
+    `texts` decodes what has more than text.
     """
     for sample in selection.samples:
         lines = [
             *_head(sample),
-            *_format_conversation(sample, tokenizer, pictures),
+            *_format_conversation(sample, tokenizer, texts),
             *_format_properties(sample, purpose),
         ]
         if trainer_logprobs is not None and tokenizer is not None:
@@ -140,14 +140,14 @@ def _head(sample: RecordedSample) -> Iterator[Text]:
 
 
 def _format_conversation(
-    sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None
+    sample: RecordedSample, tokenizer: Tokenizer | None, texts: MediaTexts | None
 ) -> Iterator[Text]:
     """Yield the parts of the conversation, each with its role."""
     yield Text("prompt", _HEADING_STYLE)
     yield _indent(chat_text(sample.prompt))
     num_turns = sample.scored.num_turns
     turn = itertools.count(1)
-    for part in parts_of(sample, tokenizer, pictures):
+    for part in parts_of(sample, tokenizer, texts):
         which = f" {next(turn)} of {num_turns}" if part.is_policy and num_turns > 1 and tokenizer is not None else ""
         yield Text(f"response{which}" if part.is_policy else "environment", _HEADING_STYLE)
         yield _indent(chat_text(part.text))

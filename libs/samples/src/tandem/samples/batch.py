@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.errors import WireError
+from tandem.common.messages import Media
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -305,6 +306,10 @@ SAMPLES = (*TOKENS, "generation_logprobs_T", "versions_T")
 """The tokens of finished samples, prompt and response, as the engine saw them."""
 MEDIA = ("num_images_S", "image_digests_IX", "image_grids_IX")
 """The images of sequences, beside `TOKENS` or `SAMPLES`, where the model sees."""
+DIGEST_BYTES = 32
+"""Numbers of a row of ``image_digests_IX``."""
+GRID_SIZES = 3
+"""Numbers of a row of ``image_grids_IX``."""
 MASKS = ("num_mask_words_S", "mask_lengths_T", "mask_words_W")
 """The sampling masks of samples, beside `SAMPLES`, where engines cut distributions off."""
 TABLE = (
@@ -377,7 +382,7 @@ def build_given_table(batch: SampleBatch) -> SampleBatch:
         mask_T = batch.loss_mask_T[start : start + length]
         # Nothing predicts the very first token, so it belongs to the prompt whatever the mask says.
         prompt = max(1, int(mask_T.argmax()) if mask_T.any() else length)
-        key = batch.token_ids_T[start : start + prompt].tobytes(), images_of(batch, row)
+        key = batch.token_ids_T[start : start + prompt].tobytes(), media_of(batch, row)
         firsts.append(prompts.setdefault(key, row))
         lengths.append(prompt)
         start += length
@@ -398,9 +403,28 @@ def build_given_table(batch: SampleBatch) -> SampleBatch:
     )
 
 
-def images_of(batch: SampleBatch, row: int) -> bytes:
+def media_of(batch: SampleBatch, row: int) -> bytes:
     """Return the digests of a sequence's images, one after the other; empty where the model does not see."""
-    if "num_images_S" not in batch.columns:
+    if MEDIA[0] not in batch.columns:
         return b""
     offsets = batch.offsets("I")
     return batch.image_digests_IX[offsets[row] : offsets[row + 1]].tobytes()
+
+
+def list_media(batch: SampleBatch) -> list[str]:
+    """Return the digests of the images of all sequences, in hexadecimal; none where the model takes text alone."""
+    if MEDIA[0] not in batch.columns:
+        return []
+    return [digest.tobytes().hex() for digest in batch.image_digests_IX]
+
+
+def media_columns(media: Sequence[Media]) -> dict[str, NDArray[Any]]:
+    """Return the columns (`MEDIA`) of sequences with these images; a grid of fewer numbers is padded with zeros."""
+    flat = [image for references in media for image in references]
+    digests = np.frombuffer(bytes.fromhex("".join(image.digest for image in flat)), dtype=np.uint8)
+    grids = [(*image.grid, *(0,) * (GRID_SIZES - len(image.grid))) for image in flat]
+    return {
+        "num_images_S": np.array([len(references) for references in media], dtype=np.int32),
+        "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
+        "image_grids_IX": np.array(grids, dtype=np.int32).reshape(-1, GRID_SIZES),
+    }

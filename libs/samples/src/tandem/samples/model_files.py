@@ -43,10 +43,10 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     source = config.policy.tokenizer.name
     model = local_folder(config.policy.model_name) or Path(config.policy.model_name)
     tokenizer.model_folders = tuple(dict.fromkeys((*tokenizer.model_folders, model)))
-    return wrap_for_images(tokenizer, folder or local_folder(source) or Path(source))
+    return wrap_for_media(tokenizer, folder or local_folder(source) or Path(source))
 
 
-def wrap_for_images(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+def wrap_for_media(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     """Return the tokenizer of the model in a folder: the one given, unless the model sees."""
     if find_vision_family(read_json(folder / "config.json")) is None:
         return tokenizer

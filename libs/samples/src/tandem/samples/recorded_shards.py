@@ -21,7 +21,6 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, Purpose, SampleScored
 from tandem.samples import sample_record
 from tandem.samples.batch import Float32s, SampleBatch
-from tandem.samples.images.columns import DIGEST_BYTES, GRID_SIZES
 from tandem.samples.routed_experts import COLUMN, Bytes
 from tandem.samples.sample_files import FOLDER, LOGPROBS, SHARD, files
 from tandem.samples.sample_writing import check_schema, unreadable
@@ -154,7 +153,7 @@ def samples_of(table: pa.Table) -> list[sample_record.RecordedSample]:
                 ),
                 **{field: row[column] for column, field in sample_record.ARRAYS.items()},
                 **_columns(row[sample_record.EXPERTS], len(row["token_ids"])),
-                **_images(row.get(sample_record.IMAGES), row["branches"]),
+                **sample_record.read_media(row.get(sample_record.MEDIA_COLUMN), len(row["branches"])),
                 **_masks(row.get(sample_record.SAMPLING_MASKS), row["branches"], len(row["token_ids"])),
             ),
             advantage=row["advantage"],
@@ -172,19 +171,6 @@ def samples_of(table: pa.Table) -> list[sample_record.RecordedSample]:
 def _columns(experts: bytes | None, num_tokens: int) -> dict[str, Bytes]:
     """Return the per-token columns of a row beside its arrays."""
     return {} if experts is None else {COLUMN: np.frombuffer(experts, np.uint8).reshape(num_tokens, -1)}
-
-
-def _images(images: list[dict[str, Any]] | None, branches: Sequence[object]) -> dict[str, NDArray[Any]]:
-    """Return the columns of a row's images."""
-    if images is None:
-        return {}
-    digests = np.frombuffer(b"".join(image["digest"] for image in images), dtype=np.uint8)
-    branch_I = np.array([image["branch"] for image in images], dtype=np.int64)
-    return {
-        "num_images_S": np.bincount(branch_I, minlength=max(1, len(branches))).astype(np.int32),
-        "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
-        "image_grids_IX": np.array([image["grid"] for image in images], dtype=np.int32).reshape(-1, GRID_SIZES),
-    }
 
 
 def _masks(masks: bytes | None, branches: Sequence[Mapping[str, int]], num_tokens: int) -> dict[str, NDArray[Any]]:

@@ -18,12 +18,15 @@ Torch is not imported here: the coordinator itself reads the rollout log.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from tandem.common.messages import Branch, SampleScored
-from tandem.samples.batch import SAMPLES, SampleBatch
+from tandem.samples.batch import DIGEST_BYTES, GRID_SIZES, SAMPLES, SampleBatch
 
 FORMAT = 5
 """Format number, raised when the meaning of a column or the requirements of a file change."""
@@ -75,7 +78,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of every file of samples; ``docs/samples.md`` describes them."""
-IMAGES = "images"
+MEDIA_COLUMN = "images"
 _IMAGE = pa.struct([("digest", pa.binary()), ("grid", pa.list_(pa.int32())), ("branch", pa.int32())])
 SAMPLING_MASKS = "sampling_masks"
 """Column of bytes with each token's sampling mask (`tandem.samples.sampling_masks`): the lengths of all, then their
@@ -83,13 +86,38 @@ words."""
 ROLES, ROLE_REWARDS = "roles", "role_rewards"
 """Columns with the role of each branch, and the reward of each role."""
 _OPTIONAL = {
-    IMAGES: pa.field(IMAGES, pa.list_(_IMAGE)),
+    MEDIA_COLUMN: pa.field(MEDIA_COLUMN, pa.list_(_IMAGE)),
     SAMPLING_MASKS: pa.field(SAMPLING_MASKS, pa.large_binary()),
     ROLES: pa.field(ROLES, pa.list_(pa.int32())),
     ROLE_REWARDS: pa.field(ROLE_REWARDS, pa.list_(pa.float64())),
 }
 """Columns of some runs' samples: each sample's images, the branches' end to end, where the model sees; masks where
 engines cut distributions off; roles where the policy plays several."""
+
+
+def write_media(sample: RecordedSample) -> list[dict[str, Any]]:
+    """Return the images of a sample as a row has them: those of its branches end to end."""
+    digests = map(np.ndarray.tobytes, sample.arrays.image_digests_IX)
+    grids = sample.arrays.image_grids_IX.tolist()
+    counts = sample.arrays.num_images_S
+    branches = np.repeat(np.arange(len(counts)), counts).tolist()
+    return [
+        {"digest": digest, "grid": grid, "branch": branch}
+        for digest, grid, branch in zip(digests, grids, branches, strict=True)
+    ]
+
+
+def read_media(images: list[dict[str, Any]] | None, num_branches: int) -> dict[str, NDArray[Any]]:
+    """Return the columns (`tandem.samples.batch.MEDIA`) of a row's images; none if the row has no such column."""
+    if images is None:
+        return {}
+    digests = np.frombuffer(b"".join(image["digest"] for image in images), dtype=np.uint8)
+    branch_I = np.array([image["branch"] for image in images], dtype=np.int64)
+    return {
+        "num_images_S": np.bincount(branch_I, minlength=max(1, num_branches)).astype(np.int32),
+        "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
+        "image_grids_IX": np.array([image["grid"] for image in images], dtype=np.int32).reshape(-1, GRID_SIZES),
+    }
 
 
 def schema_with(optional: Mapping[str, bool]) -> pa.Schema:

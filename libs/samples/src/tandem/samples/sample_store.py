@@ -35,7 +35,7 @@ class SampleStore:
         self._num_tokens = 0
         self._lock = threading.Lock()
         self._await_record: Callable[[], object] = lambda: None
-        self._answer_images: Callable[[messages.FetchImages], Frames] | None = None
+        self._answer_media: Callable[[messages.FetchMedia], Frames] | None = None
         self._answering = AnsweringThread(
             host, trainers, messages.ToSampleStore, self._reply, name="samples", max_bytes=_MAX_REQUEST_BYTES
         )
@@ -51,9 +51,9 @@ class SampleStore:
         """Call `await_record`, which returns once all samples here are on disk, before any samples are served."""
         self._await_record = await_record
 
-    def give_images(self, answer: Callable[[messages.FetchImages], Frames]) -> None:
-        """Have requests for images answered by this function, in its thread; without it, they have no answer."""
-        self._answer_images = answer
+    def give_media(self, answer: Callable[[messages.FetchMedia], Frames]) -> None:
+        """Have requests for media answered by this function, in its thread; without it, they have no answer."""
+        self._answer_media = answer
 
     def put(self, key: messages.SampleKey, arrays: SampleBatch) -> None:
         """Keep one sample; one that is here already, because its command was repeated, stays.
@@ -99,9 +99,9 @@ class SampleStore:
         self._answering.close()
         self._samples.clear()
 
-    def _reply(self, request: messages.FetchSamples | messages.FetchImages) -> Frames | None:
-        if isinstance(request, messages.FetchImages):
-            return None if self._answer_images is None else self._answer_images(request)
+    def _reply(self, request: messages.ToSampleStore) -> Frames | None:
+        if not isinstance(request, messages.FetchSamples):
+            return None if self._answer_media is None else self._answer_media(request)
         try:
             arrays = self._find_samples(request)
         except SamplesError as error:

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_hexdigest
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import SampleKey, SampleScored
-from tandem.samples.batch import Float32s, Int32s
+from tandem.samples.batch import MASKS, MEDIA, Float32s, Int32s
 from tandem.samples.routed_experts import COLUMN
 from tandem.samples.sample_files import LOGPROBS, shard_path, temporary_path
 from tandem.samples.sample_record import (
@@ -30,8 +30,8 @@ from tandem.samples.sample_record import (
     EXPERTS,
     FORMAT,
     FORMAT_KEY,
-    IMAGES,
     LOGPROBS_SCHEMA,
+    MEDIA_COLUMN,
     NO_DIGEST,
     ROLE_REWARDS,
     ROLES,
@@ -41,6 +41,7 @@ from tandem.samples.sample_record import (
     UNREADABLE,
     RecordedSample,
     schema_with,
+    write_media,
 )
 
 _ROW_GROUP = 128
@@ -154,9 +155,11 @@ def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
     arrays, schema = samples[0].arrays.columns, SCHEMA
     has_roles = bool(samples[0].scored.role_rewards)
-    if has_roles or "num_images_S" in arrays or "mask_lengths_T" in arrays:
-        has_images, has_masks = "num_images_S" in arrays, "mask_lengths_T" in arrays
-        schema = schema_with({IMAGES: has_images, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles})
+    has_media, has_masks = MEDIA[0] in arrays, MASKS[0] in arrays
+    if has_roles or has_media or has_masks:
+        schema = schema_with(
+            {MEDIA_COLUMN: has_media, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles}
+        )
     offsets = pa.array([0, *accumulate(map(len, map(_READ["token_ids"], samples)))], pa.int32())
     columns = []
     for field in schema:
@@ -191,17 +194,6 @@ def _masks(sample: RecordedSample) -> bytes:
     return sample.arrays.mask_lengths_T.tobytes() + sample.arrays.mask_words_W.tobytes()
 
 
-def _images(sample: RecordedSample) -> list[dict[str, Any]]:
-    digests = map(np.ndarray.tobytes, sample.arrays.image_digests_IX)
-    grids = sample.arrays.image_grids_IX.tolist()
-    counts = sample.arrays.num_images_S
-    branches = np.repeat(np.arange(len(counts)), counts).tolist()
-    return [
-        {"digest": digest, "grid": grid, "branch": branch}
-        for digest, grid, branch in zip(digests, grids, branches, strict=True)
-    ]
-
-
 _READ: dict[str, Callable[[RecordedSample], Any]] = {
     name: attrgetter(
         f"arrays.{ARRAYS[name]}"
@@ -211,7 +203,7 @@ _READ: dict[str, Callable[[RecordedSample], Any]] = {
         else {"reference_answer": "answer"}.get(name, name)
     )
     for name in (*SCHEMA.names, ROLES, ROLE_REWARDS)
-} | {"branches": _branches, EXPERTS: _experts, IMAGES: _images, SAMPLING_MASKS: _masks}
+} | {"branches": _branches, EXPERTS: _experts, MEDIA_COLUMN: write_media, SAMPLING_MASKS: _masks}
 """Reads a column's value of a sample."""
 
 

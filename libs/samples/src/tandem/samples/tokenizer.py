@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.common.errors import DataError, ModelError
-from tandem.common.messages import ImageRef
+from tandem.common.messages import Media
+from tandem.samples.batch import SampleBatch
 from tandem.samples.chat_templates import ChatTemplate, Messages
 from tandem.samples.token_bytes import TokenDecoder
 from tandem.samples.turns.ends import TurnEnds, read_turn_ends, render_after_turn
@@ -91,11 +92,6 @@ class Tokenizer(TokenDecoder):
         return f"token {token!r} is {own_id} in {self.where} and {peer_id} in {peer.where}"
 
     @property
-    def image_token_id(self) -> int | None:
-        """The token that stands for a feature of an image; None, as here, if the model does not see."""
-        return None
-
-    @property
     def pad_id(self) -> int:
         """The padding token, or else the end-of-sequence token.
 
@@ -152,13 +148,21 @@ class Tokenizer(TokenDecoder):
         return [*(self.prefix_ids if add_bos and not self.has_chat_template else ()), *self.encode(text)]
 
     @property
-    def sees(self) -> bool:
-        """Whether the model takes images."""
+    def takes_media(self) -> bool:
+        """Whether the model takes more than text."""
         return False
 
-    def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...] | None:
-        """Return the images of messages, in order; None, as here, if the model does not see."""
+    def media_in(self, messages: Sequence[Mapping[str, Any]]) -> Media | None:
+        """Return what messages have besides text, in order; None, as here, if the model takes text alone."""
         return None
+
+    def media_of_prompt(self, sample: SampleBatch, prompt_length: int) -> bytes:
+        """Return the digests of the media in a recorded sample's prompt; empty, as here, for text alone."""
+        return b""
+
+    def explain_wrong_media(self, prompt_ids: Sequence[int], media: Media) -> str | None:
+        """Return what is wrong with the media of a prompt; None if its tokens are those of its media."""
+        return "the model does not see" if media else None
 
     @cached_property
     def turn_ends(self) -> TurnEnds:

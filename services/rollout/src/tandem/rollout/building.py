@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,22 +14,21 @@ from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.nvml import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
+from tandem.rollout import media
 from tandem.rollout.engine import Engine
 from tandem.rollout.engines.factory import find_factory
 from tandem.rollout.environments.program import RewardProgram
 from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.rollout.parts import RolloutParts
+from tandem.samples import media as run_media
 from tandem.samples import model_files, routed_experts, sample_store
-from tandem.samples.images.reading import ImageLimits
-from tandem.samples.images.rows import image_folder
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import RolloutAgents
     from tandem.rollout.external_requests import ExternalRequests
-    from tandem.rollout.openai_api.images import RequestImages
+    from tandem.rollout.openai_api.generator import RequestMedia
     from tandem.rollout.sample_recorder import SampleRecorder
-    from tandem.samples.images.fetching import ImageFetcher
 
 
 def build_parts(
@@ -45,8 +43,9 @@ def build_parts(
         if config.agent is None:
             environments = RunEnvironments(config, _program(command.reward_server, context.coordinator))
             stack.callback(environments.close)
-        received = _received_images(config) if tokenizer.sees else None
-        engine = _make_engine(config, tokenizer, received)
+        received = media.keep_received(config, tokenizer)
+        factory = find_factory(config.policy.generation.backend)
+        engine = factory.build(config, media.describe_media(tokenizer, received, config))
         stack.callback(engine.close)
         parts = RolloutParts(
             tokenizer=tokenizer,
@@ -73,8 +72,10 @@ def build_parts(
         max_tokens = config.policy.generation.max_stored_tokens
         parts.store = sample_store.SampleStore(host, context.run_id, max_tokens, context.trainers)
         stack.callback(parts.store.close)
-        if tokenizer.sees:
-            parts.images = _make_fetcher(command, context, parts.store)
+        if tokenizer.takes_media:
+            parts.store.give_media(run_media.answer_requests(config, context.run_id))
+            parts.media = run_media.make_media_fetcher(config, context.name, context.run_id, context.keys)
+            parts.media.begin(command.media_at, context.coordinator)
         if command.samples_folder:
             parts.recorder = _make_recorder(Path(command.samples_folder), context, parts.store, tokenizer, experts)
         stack.pop_all()
@@ -100,8 +101,8 @@ def begin_anew(command: BuildEngine, context: ServiceContext, parts: RolloutPart
     def answer() -> None:
         context.reply(command.command_id, engine_built(command, parts))
 
-    if parts.images is not None:
-        parts.images.begin(command.images_at, context.coordinator)
+    if parts.media is not None:
+        parts.media.begin(command.media_at, context.coordinator)
     if parts.external_requests is not None:
         parts.external_requests.pause()
     if parts.agents is not None:
@@ -124,24 +125,13 @@ def _make_agents(parts: RolloutParts, config: Config, host: str) -> RolloutAgent
 
 
 def _make_external_requests(
-    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str, images: RequestImages | None
+    context: ServiceContext, engine: Engine, tokenizer: Tokenizer, host: str, received: RequestMedia | None
 ) -> ExternalRequests:
     # Likewise.
     from tandem.rollout.external_requests import ExternalRequests
 
     tokenizer.encode("")  # as for the recorder
-    return ExternalRequests(context.config, engine, tokenizer, host, context.wake, images)
-
-
-def _make_fetcher(command: BuildEngine, context: ServiceContext, store: sample_store.SampleStore) -> ImageFetcher:
-    """Return the way to images that the run's folder lacks here; trainers are given those that it has."""
-    from tandem.samples.images.fetching import ImageFetcher, answer
-
-    images = image_folder(context.config)
-    store.give_images(partial(answer, images, context.run_id))
-    fetcher = ImageFetcher(images, name=context.name, run_id=context.run_id, key_pair=context.keys)
-    fetcher.begin(command.images_at, context.coordinator)
-    return fetcher
+    return ExternalRequests(context.config, engine, tokenizer, host, context.wake, received)
 
 
 def _make_recorder(
@@ -155,13 +145,8 @@ def _make_recorder(
     from tandem.rollout.sample_recorder import SampleRecorder
 
     tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
-    pictures = None
-    if tokenizer.sees:
-        from tandem.samples.images.chat import marked_texts
-
-        pictures = marked_texts(tokenizer, image_folder(context.config))
-    vocabulary = vocabulary_size(context.config.policy)
-    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary, experts, pictures)
+    vocabulary, texts = vocabulary_size(context.config.policy), run_media.read_texts(tokenizer, context.config)
+    recorder = SampleRecorder(folder, context, store, tokenizer, vocabulary, experts, texts)
     store.give_after(recorder.flush)
     return recorder
 
@@ -172,19 +157,3 @@ def _program(server: RewardServer | None, coordinator: str) -> RewardProgram | N
         return None
     address = f"{coordinator.rpartition(':')[0]}:{server.port}"
     return RewardProgram(Listener(address=address, public_key=server.public_key), server.callers)
-
-
-def _received_images(config: Config) -> RequestImages | None:
-    """Return the keeper of images that external requests send, beside those in the run's folder; None without them."""
-    if not config.policy.generation.takes_external_requests:
-        return None
-    from tandem.rollout.openai_api.images import limits_of, received_images
-
-    return received_images(image_folder(config).get, limits_of(config.data.max_image_pixels))
-
-
-def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages | None) -> Engine:
-    """Start the engine that the configuration names; `received` are images beside those in the run's folder."""
-    read_image = (image_folder(config) if received is None else received).get
-    limits = ImageLimits(max_pixels=config.data.max_image_pixels)
-    return find_factory(config.policy.generation.backend).build(config, tokenizer, read_image, limits)

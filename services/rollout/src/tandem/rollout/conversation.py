@@ -13,13 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.messages import ImageRef, PromptGroup, SampleScored, SamplingParameters
+from tandem.common.messages import Media, PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.samples import chat_templates, sampling_masks
-from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch
-from tandem.samples.images.columns import image_columns
+from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch, media_columns
 from tandem.samples.routed_experts import RoutedExperts
 
 FinishReason = Literal["stop", "length", "turns"]
@@ -51,10 +50,10 @@ class SampleConversation:
         self.reward = 0.0
         """Sum of the rewards of the turns so far."""
         self._token_ids: list[int] = list(group.prompt_ids)
-        self._images = None if group.images is None else list(group.images)
-        """Images of the prompt and of the environment's replies; None if the model does not see."""
+        self._media = None if group.media is None else list(group.media)
+        """Media of the prompt and of the environment's replies; None if the model takes text alone."""
         self._before_answer = (0, 0, 0)
-        """Messages, tokens and images before the environment's last reply."""
+        """Messages, tokens and media before the environment's last reply."""
         self._num_made = 0
         self._cut_off = False
         """Whether the last response ran into a limit."""
@@ -81,7 +80,7 @@ class SampleConversation:
             prompt_ids=tuple(self._token_ids),
             sampling=sampling,
             seed=turn_seed(self.group.seeds[self.sample], self.num_turns),
-            images=tuple(self._images or ()),
+            media=tuple(self._media or ()),
         )
 
     def add_response(self, completion: EngineCompletion, message: Mapping[str, Any]) -> None:
@@ -99,23 +98,21 @@ class SampleConversation:
         mask_T = np.ones(num_tokens, dtype=np.bool_)
         self._parts.append((completion.token_ids_T, mask_T, completion.logprobs_T, completion.versions_T))
 
-    def add_answer(
-        self, messages: chat_templates.Messages, token_ids: list[int], images: tuple[ImageRef, ...] | None = None
-    ) -> None:
+    def add_answer(self, messages: chat_templates.Messages, token_ids: list[int], media: Media | None = None) -> None:
         """Append the environment's reply, as the tokens that lead from the last response to the next one."""
-        self._before_answer = (len(self.messages), len(self._token_ids), len(self._images or ()))
-        if self._images is not None:
-            self._images += images or ()
+        self._before_answer = (len(self.messages), len(self._token_ids), len(self._media or ()))
+        if self._media is not None:
+            self._media += media or ()
         self.messages += messages
         self._token_ids += token_ids
         self._parts.append(_lay_out_given(token_ids))
 
     def take_back_answer(self) -> None:
-        """Forget the environment's last reply: it has an image that cannot be read, by trainers neither."""
-        num_messages, num_tokens, num_images = self._before_answer
+        """Forget the environment's last reply: it has media that cannot be read, by trainers neither."""
+        num_messages, num_tokens, num_media = self._before_answer
         del self.messages[num_messages:], self._token_ids[num_tokens:], self._parts[-1]
-        if self._images is not None:
-            del self._images[num_images:]
+        if self._media is not None:
+            del self._media[num_media:]
 
     def finish(
         self,
@@ -159,7 +156,7 @@ class SampleConversation:
             versions_T=versions_T,
             **({} if self._experts is None else self._experts.make_columns(self._routed, self.num_tokens)),
             **(sampling_masks.mask_columns(self.num_tokens, self._masks) if self._keeps_masks else {}),
-            **({} if self._images is None else image_columns([self._images])),
+            **({} if self._media is None else media_columns([tuple(self._media)])),
         )
         return sample, arrays
 

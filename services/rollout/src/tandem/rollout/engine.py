@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import DataError
 from tandem.common.memory import MemoryMeter
-from tandem.common.messages import ImageRef, SamplingParameters
+from tandem.common.messages import Media, SamplingParameters
 from tandem.refit import holder, program, transfer
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.layout import Layout
@@ -35,7 +35,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_made: int = 0
     """Tokens at the end of the prompt that belong to the response, of a request that left the engine and continues.
     An engine that cannot draw its next token as if the request had stayed draws it in another way."""
-    images: tuple[ImageRef, ...] = ()
+    media: Media = ()
     """Images whose features stand in the prompt, in order."""
     is_external: bool = False
     """Whether the request is external. It goes before waiting requests, and none of these may find its keys cached."""

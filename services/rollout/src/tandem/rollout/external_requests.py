@@ -22,8 +22,7 @@ from tandem.config.models.model_sizes import vocabulary_size
 from tandem.rollout.engine import Engine, EngineCompletion
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.driver import EngineDriver
-from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.images import RequestImages
+from tandem.rollout.openai_api.generator import RequestMedia, ServedModel
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.samples.tokenizer import Tokenizer
 
@@ -47,11 +46,11 @@ class ExternalRequests:
         tokenizer: Tokenizer,
         host: str,
         notify: Callable[[], None],
-        images: RequestImages | None = None,
+        media: RequestMedia | None = None,
     ) -> None:
         """Begin to listen; `notify` is called when there is something to do.
 
-        `images` keeps those of requests to a vision model, for its engine.
+        `media` keeps those of requests, for an engine that takes them.
         """
         generation = config.policy.generation
         self._engine = engine
@@ -72,7 +71,7 @@ class ExternalRequests:
             stop_token_ids=generation.stop_token_ids or (),
             aliases=[*dict.fromkeys([run, Path(run).resolve().name, config.policy.model_name])],
             shows_versions=True,
-            images=images,
+            media=media,
         )
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
         app = make_app(only_with(token or None, model), deadline_s=_DEADLINE_S)

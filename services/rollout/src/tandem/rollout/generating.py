@@ -140,7 +140,7 @@ class RunningGenerations:
         self._experts = experts
         self._keeps_masks = context.config.replays_sampling_masks
         self._vocabulary = vocabulary_size(context.config.policy)
-        self._sees = parts.tokenizer.sees
+        self._takes_media = parts.tokenizer.takes_media
         self._max_turns = context.config.rollout_section.max_rollout_turns
         self.generations: dict[int, RunningGeneration] = {}
         """Generations in progress, by command."""
@@ -155,7 +155,7 @@ class RunningGenerations:
         self._answered: list[int] = []
         """Samples that continue after an answer."""
         self._unreadable: dict[int, str] = {}
-        """Samples whose prompt the engine refuses, with the reason: an image is missing or damaged."""
+        """Samples whose prompt the engine refuses, with the reason: a file of its media is missing or damaged."""
 
     def start(self, command: Generate) -> None:
         """Begin a generation beside those in progress. Raises `WireError` for a prompt that the model cannot read."""
@@ -186,6 +186,7 @@ class RunningGenerations:
     def _check(self, command: Generate) -> None:
         """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
         longest, numbers = self._config.policy.max_total_sequence_length, set[int]()
+        explain = self._parts.tokenizer.explain_wrong_media
         for index, group in enumerate(command.groups):
             highest, size = max(group.prompt_ids), len(group.prompt_ids)
             field = f"Generate.groups[{index}].prompt_ids"
@@ -193,7 +194,7 @@ class RunningGenerations:
                 raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
             if size >= longest:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
-            if (self._sees or group.images) and (wrong := _wrong_images(group, self._parts.tokenizer.image_token_id)):
+            if (self._takes_media or group.media) and (wrong := explain(group.prompt_ids, group.media or ())):
                 raise WireError(f"Generate.groups[{index}].images: {wrong}")
             if self._parts.environments is not None and group.environment not in self._parts.environments.of:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
@@ -374,7 +375,7 @@ class RunningGenerations:
             return self._refuse(conversation, str(error))
         if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
             return "length"
-        conversation.add_answer(turn.messages, token_ids, self._parts.tokenizer.images_in(turn.messages))
+        conversation.add_answer(turn.messages, token_ids, self._parts.tokenizer.media_in(turn.messages))
         return None
 
     def _finish(self, generation: RunningGeneration) -> None:
@@ -405,14 +406,3 @@ class RunningGenerations:
         if parts.engine.weights_sleep:
             parts.weight_client.finish_digest()
         parts.engine.sleep()
-
-
-def _wrong_images(group: PromptGroup, image_token_id: int | None) -> str | None:
-    """Return what is wrong with the images of a prompt; None if its image tokens are those of its images."""
-    if image_token_id is None:
-        return "the model does not see" if group.images else None
-    num_present = group.prompt_ids.count(image_token_id)
-    num_needed = sum(image.num_tokens for image in group.images or ())
-    if num_present == num_needed:
-        return None
-    return f"the prompt has {num_present} image tokens, its images need {num_needed}"

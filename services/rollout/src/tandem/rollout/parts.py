@@ -9,6 +9,7 @@ from tandem.observe.exporters.nvml import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
 from tandem.rollout.environments.scorer import RunEnvironments
+from tandem.samples.media import MediaFetcher
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from tandem.rollout.agents.agents import RolloutAgents
     from tandem.rollout.external_requests import ExternalRequests
     from tandem.rollout.sample_recorder import SampleRecorder
-    from tandem.samples.images.fetching import ImageFetcher
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,8 +38,8 @@ class RolloutParts:
     """None if external requests are not allowed."""
     recorder: SampleRecorder | None = None
     """None if there is no rollout log."""
-    images: ImageFetcher | None = None
-    """The way to images that the run's folder lacks here; None if the model does not see."""
+    media: MediaFetcher | None = None
+    """The way to media that the run's folder lacks here; None if the model takes text alone."""
     gpus: GpuMonitor | None = None
     """None where it computes on the CPU."""
 

@@ -32,14 +32,14 @@ from tandem.common.numeric import bound
 from tandem.common.values import question_text, text_of
 from tandem.launch.service import ServiceContext
 from tandem.samples import recorded_shards, routed_experts, sample_store
-from tandem.samples.batch import SampleBatch
+from tandem.samples.batch import SampleBatch, list_media
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.samples.sample_record import IMAGES, ROLE_REWARDS, ROLES, SAMPLING_MASKS, RecordedSample, schema_with
+from tandem.samples.sample_record import MEDIA_COLUMN, ROLE_REWARDS, ROLES, SAMPLING_MASKS, RecordedSample, schema_with
 from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, write_shard
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.samples.images.chat import MarkedTexts
+    from tandem.samples.media import MediaTexts
 
 
 def restored(
@@ -158,15 +158,15 @@ class SampleRecorder:
         tokenizer: Tokenizer,
         vocabulary: int,
         experts: routed_experts.RoutedExperts | None = None,
-        pictures: MarkedTexts | None = None,
+        texts: MediaTexts | None = None,
     ) -> None:
         """Write below `folder`, which is made with the first sample.
 
-        `experts` describe the routing that samples carry for each token, if they do; `pictures` decodes the prompts of
-        a vision model.
+        `experts` describe the routing that samples carry for each token, if they do; `texts` decodes prompts
+        with more than text.
         """
         self._experts = experts
-        self._pictures = pictures
+        self._texts = texts
         self._folder = folder
         self._context = context
         self._store = store
@@ -175,7 +175,7 @@ class SampleRecorder:
         has_masks = context.config.replays_sampling_masks
         has_roles = context.config.agent is not None and bool(context.config.agent.roles)
         self._schema = schema_with(
-            {IMAGES: tokenizer.sees, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles}
+            {MEDIA_COLUMN: tokenizer.takes_media, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles}
         )
         self._queue: queue.SimpleQueue[_Finished | _Anew | messages.RecordSamples | messages.RestoreSamples | None] = (
             queue.SimpleQueue()
@@ -343,11 +343,10 @@ class SampleRecorder:
         group, scored, arrays = sample
         # As the model saw it: the agent's own prompt, if one plays.
         prompt_ids = arrays.token_ids_T[: scored.prompt_length].tolist()
-        if self._pictures is None:
+        if self._texts is None:
             prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=False)
         else:
-            digests = [digest.tobytes().hex() for digest in arrays.image_digests_IX]
-            prompt = self._pictures.text_of(prompt_ids, digests, group.images or ())
+            prompt = self._texts.text_of(prompt_ids, list_media(arrays), group.media or ())
         return RecordedSample(
             step=finished.step,
             rollout=self._context.name,

@@ -2,7 +2,7 @@
 
 It consumes `Generate` commands and weight versions, and produces samples as they finish (`tandem.rollout.generating`).
 Between two steps of the engine the service looks for commands. It waits for environments, each with a deadline for its
-answer, for the images of prompts, and for the peers of a refit, within the command's deadline. If training and
+answer, for the media of prompts, and for the peers of a refit, within the command's deadline. If training and
 generation are colocated, the engine sleeps from the end of a `Generate` until the next `Generate` or `Refit`.
 
 External requests (`tandem.rollout.external_requests`) are served while the engine has no samples to make. With
@@ -23,10 +23,10 @@ from tandem.rollout.parts import RolloutParts
 from tandem.samples.routed_experts import replayed_experts
 
 if TYPE_CHECKING:
-    from tandem.samples.images.fetching import ImageFetcher
+    from tandem.samples.media import MediaFetcher
 
 _FETCH_SHARE = 0.25
-"""The longest time for fetching images, as a share of the deadline of what needs them."""
+"""The longest time for fetching media, as a share of the deadline of what needs them."""
 _DIGEST_SHARE = 0.25
 """Fraction of the time between tokens that verifies the version they are made with."""
 
@@ -75,8 +75,8 @@ class RolloutService:
             case messages.ReportDigests():
                 self.parts.weight_client.handle(command)
             case messages.Generate():
-                if self.parts.images is not None:
-                    self._fetch_images(command, self.parts.images)
+                if self.parts.media is not None:
+                    self._fetch_media(command, self.parts.media)
                 self.generating.start(command)
             case messages.ReleaseSamples():
                 self.parts.store.release(command.command_ids)
@@ -126,14 +126,14 @@ class RolloutService:
             self._generating = AgentGenerations(self._context, parts, experts, parts.agents)
         self._context.reply(command.command_id, engine_built(command, parts))
 
-    def _fetch_images(self, command: messages.Generate, images: ImageFetcher) -> None:
-        """Fetch the images of prompts that the run's folder lacks here, before the engine or an agent reads them.
+    def _fetch_media(self, command: messages.Generate, fetcher: MediaFetcher) -> None:
+        """Fetch the media of prompts that the run's folder lacks here, before the engine or an agent reads them.
 
-        A sample whose image is not to be had fails by name, as one whose image is damaged does.
+        A sample that lacks a file fails by name, as one whose file is damaged does.
         """
         with self._context.phase(f"fetching the images of step {command.step}"):
-            digests = (image.digest for group in command.groups for image in group.images or ())
-            for reason in images.fetch(digests, _FETCH_SHARE * command.deadline_s):
+            digests = (each.digest for group in command.groups for each in group.media or ())
+            for reason in fetcher.fetch(digests, _FETCH_SHARE * command.deadline_s):
                 print(f"step {command.step}: {reason}", flush=True)
 
     def _refit(self, command: messages.Refit) -> None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from tandem.common import signals
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
-from tandem.rollout.openai_api.images import RequestImages, received_images
-from tandem.samples.model_files import load_model_tokenizer, wrap_for_images
+from tandem.rollout.media import describe_media, keep_served
+from tandem.samples.model_files import load_model_tokenizer, wrap_for_media
 from tandem.samples.tokenizer import Tokenizer
 from tandem.serving.server_process import ServingHandover, take
 
 if TYPE_CHECKING:
     from tandem.rollout.engine import Engine
+    from tandem.rollout.engines.factory import EngineMedia
 
 _WAIT_S = 1.0
 """Longest sleep of the engine's thread without work; a request wakes it."""
@@ -55,9 +56,9 @@ def serve(serving: ServingHandover) -> None:
     listening = socket.socket(fileno=serving.listening)
     with contextlib.closing(listening), contextlib.ExitStack() as stack:
         folder = Path(serving.model_folder)
-        tokenizer = wrap_for_images(load_model_tokenizer(folder), folder)
-        images = received_images()
-        engine = _make_engine(serving, tokenizer, images)
+        tokenizer = wrap_for_media(load_model_tokenizer(folder), folder)
+        received = keep_served(tokenizer)
+        engine = _make_engine(serving, describe_media(tokenizer, received))
         stack.callback(engine.close)
         _try_template(tokenizer)
         # Not before the engine: it forks workers, which must have no thread to miss.
@@ -75,7 +76,7 @@ def serve(serving: ServingHandover) -> None:
             vocabulary=serving.vocabulary,
             aliases=serving.aliases,
             tool_call_parser=serving.tool_call_parser,
-            images=images if tokenizer.sees else None,
+            media=received,
         )
         app = make_app(only_with(serving.token, model), deadline_s=serving.deadline_s)
         stack.enter_context(HttpServer(app, listening, asks_for_token=serving.token is not None))
@@ -90,12 +91,12 @@ def serve(serving: ServingHandover) -> None:
             raise
 
 
-def _make_engine(serving: ServingHandover, tokenizer: Tokenizer, images: RequestImages) -> Engine:
+def _make_engine(serving: ServingHandover, media: EngineMedia | None) -> Engine:
     from tandem.rollout.engines.factory import find_factory
 
     factory = find_factory(serving.engine)
     factory.prepare_process(serving.num_threads)
-    return factory.load(serving, tokenizer, images.get)
+    return factory.load(serving, media)
 
 
 def _try_template(tokenizer: Tokenizer) -> None:

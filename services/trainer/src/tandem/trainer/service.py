@@ -30,9 +30,9 @@ from tandem.config.placement import find_model_group
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import TABLE, TOKENS, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import NO_RANK, data_parallel_ranks
+from tandem.samples.media import MediaFetcher, make_media_fetcher
 from tandem.trainer import building, fetching, step
 from tandem.trainer.backend import CheckpointWriting, TrainerBackend
-from tandem.trainer.media import make_media_fetcher
 from tandem.trainer.rank_time import measured
 from tandem.trainer.set_aside import BY_LOGPROBS, TrainingShard, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.step import evaluate
@@ -91,7 +91,9 @@ class TrainerService:
         sample_format = fetching.SampleFormat.of(context.config)
         self._media = sample_format.media
         self._fetcher = fetching.SampleFetcher(context.run_id, sample_format, context.keys)
-        self._media_fetcher = None if self._media is None else make_media_fetcher(context)
+        self._media_fetcher: MediaFetcher | None = None
+        if self._media is not None:
+            self._media_fetcher = make_media_fetcher(context.config, context.name, context.run_id, context.keys)
         self._version = 0
         self._memory = memory.MemoryMeter()
         self._saving = SavingReplies(context)
@@ -215,7 +217,7 @@ class TrainerService:
     @gc_tuning.pause_collection()
     def _build(self, command: messages.BuildTrainer) -> None:
         if self._media_fetcher is not None:
-            self._media_fetcher.begin(command.images_at, self._context.coordinator)
+            self._media_fetcher.begin(command.media_at, self._context.coordinator)
         self._parts = parts = building.build_parts(self._context, command, self._store, self._model_group)
         assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shards by this number"
         self._version = command.version

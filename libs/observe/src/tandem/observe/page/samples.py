@@ -20,7 +20,7 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
 from tandem.observe.page.worker import PageWorker
 from tandem.observe.shown_rows import MODULE, RowsAnswer, RowsRequest, RunRows
-from tandem.samples.images.markers import marked_in
+from tandem.samples.markers import marked_in
 
 if TYPE_CHECKING:  # Arrow is slow to import
     from tokenizers import Tokenizer

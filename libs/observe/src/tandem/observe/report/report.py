@@ -34,7 +34,7 @@ from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.report import side_by_side
 from tandem.observe.report.panels import PHASES, SECONDS, PanelCurve, ReportPanel, panels_of
 from tandem.observe.timeline import flame, timeline
-from tandem.samples.images.markers import marked_in
+from tandem.samples.markers import marked_in
 
 _TITLES = {
     "reward": "mean reward of the training samples",

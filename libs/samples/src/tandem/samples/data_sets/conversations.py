@@ -27,7 +27,6 @@ from tandem.samples.data_sets.prompts import PromptWriter, literal_text, read_me
 from tandem.samples.data_sets.raw_texts import raw_texts
 from tandem.samples.data_sets.split import ItemIdentity, hold_out, load_problems, refuse_leakage
 from tandem.samples.data_sets.tools import read_tools
-from tandem.samples.images.rows import ImageRows
 from tandem.samples.turns.rendering import common_length
 
 _ROLES = {"prompter": "user", "assistant": "assistant"}
@@ -115,19 +114,19 @@ Read = Callable[[str, sources.Row, DataConfig], ConversationRow | None]
 """A function from a row's place, the row, and the section ``data`` to a conversation; None for a tie."""
 
 
-def load_conversations(config: Config, images: ImageRows | None = None) -> ConversationSets:
-    """Load or generate a run's conversations; `images` reads those of rows, if the model sees.
+def load_conversations(config: Config, reader: sources.RowReader | None = None) -> ConversationSets:
+    """Load or generate a run's conversations; `reader` reads rows, by default of text alone.
 
     Raise `DataError` and `ConfigError` as `load_problems` does.
     """
-    data = config.data
+    data, reader = config.data, reader or sources.RowReader()
     if data.train:
-        return _load_listed(config, images)
+        return _load_listed(config, reader)
     if holds_texts(data.dataset_name):
         return _of_texts(data)
     read = _reader(config)
     if read is None:
-        problems = load_problems(config, images)
+        problems = load_problems(config, reader)
         write = ConversationWriter(config)
         return ConversationSets(
             train=write(problems.train),
@@ -148,9 +147,7 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
         num_ties += len(parsed) - len(untied)
         return [msgspec.structs.replace(c, prompt=writer.prepend_system_message(c.prompt)) for c in untied]
 
-    train, apart = sources.rows(
-        data, images, text_key=data.prompt_key if config.declaration.learns_preferences else None
-    )
+    train, apart = reader.read(data, text_key=data.prompt_key if config.declaration.learns_preferences else None)
     sides = hold_out(
         data,
         conversations(train),
@@ -163,9 +160,9 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
     )
 
 
-def _load_listed(config: Config, images: ImageRows | None) -> ConversationSets:
+def _load_listed(config: Config, reader: sources.RowReader) -> ConversationSets:
     """Load the conversations of several datasets."""
-    training, validation = load_parts(config, functools.partial(load_conversations, images=images), with_train=True)
+    training, validation = load_parts(config, functools.partial(load_conversations, reader=reader), with_train=True)
     conversation_lists: list[list[ConversationRow]] = [take_items(part) for part in training]
     train = [conversation for conversations in conversation_lists for conversation in conversations]
     apart: dict[str, HeldOut[ConversationRow]] = collect_held_out(training, validation)

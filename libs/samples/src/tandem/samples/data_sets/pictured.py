@@ -1,25 +1,37 @@
-"""NeMo-RL's data sets with images: their rows as question, image and answer, as NeMo-RL asks them.
+"""Rows with images, among them those of NeMo-RL's data sets, and pictures of coloured shapes.
 
-Each function takes a row's place and the row, and returns one that `tandem.samples.images.rows` reads.
+A function for a data set of NeMo-RL's takes a row's place and the row, and returns one that
+`tandem.samples.images.rows` reads: question, image and answer, as NeMo-RL asks them.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from tandem.common.errors import DataError
+import msgspec
+
+from tandem.common.errors import ConfigError, DataError
 from tandem.common.files import irregular
+from tandem.common.messages import Problem
+from tandem.config import Config
+from tandem.config.named import is_local
 from tandem.config.schema import DataConfig
+from tandem.samples.data_sets import sources
+from tandem.samples.images.rows import ImageRows, image_folder
 
 Row = Mapping[str, Any]
 Convert = Callable[[str, Row], Row]
 
+_COLOURS = ("red", "green", "blue", "black")
+_CELLS = 4
+"""Cells across a picture, and down; each has one shape at most."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>")
 _COCO = "./coco_images"
 _SIDE = 256
@@ -28,7 +40,51 @@ _WHOLE = 1000
 """Width and height of an image in the coordinates of its answers."""
 
 
-def converter(data: DataConfig) -> Convert | None:
+class PicturedRows(sources.RowReader):
+    """The reader of the rows of data sets for a vision model."""
+
+    is_text_only = False
+
+    def __init__(self, config: Config) -> None:
+        self.images = ImageRows(config)
+        """The images of the rows read so far."""
+        self._config = config
+
+    def read(
+        self,
+        data: DataConfig,
+        *,
+        text_key: str | None = None,
+        only_held_out: bool = False,
+        keeps_digits: bool = False,
+    ) -> tuple[sources.Rows, dict[str, sources.Rows]]:
+        """Read rows as `RowReader` does, with markers for their images."""
+        train, apart = sources.read_rows(data, only_held_out=only_held_out, keeps_digits=keeps_digits)
+        is_file, convert = is_local(data.dataset_name), _find_converter(data)
+        held_out = sources.validation_paths(data) if is_file else {}
+
+        def add_markers(part_rows: sources.Rows, file: str | None) -> sources.Rows:
+            """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
+            folder = None if file is None else Path(file).absolute().parent
+            if convert is not None:
+                part_rows = [(row_name, convert(row_name, row)) for row_name, row in part_rows]
+            return [(row_name, self.images.row(row_name, row, text_key, folder)) for row_name, row in part_rows]
+
+        train_file = data.train_data_path if is_file else None
+        return add_markers(train, train_file), {
+            name: add_markers(part, held_out.get(name)) for name, part in apart.items()
+        }
+
+    def draw_shapes(self, data: DataConfig, seed: int) -> Iterator[Problem]:
+        """Yield questions about pictures of coloured shapes without end."""
+        return _draw_shapes(data, seed, self.images)
+
+    def keep(self) -> None:
+        """Move all images found so far to the run's folder. Raise `RunFolderError` if that fails."""
+        self.images.keep(image_folder(self._config).folder)
+
+
+def _find_converter(data: DataConfig) -> Convert | None:
     """Return how the rows of a data set are read; None if they are read as they are."""
     make_converter = _CONVERTERS.get(data.dataset_name)
     return None if make_converter is None else make_converter(data)
@@ -123,3 +179,57 @@ def _field(row_name: str, row: Row, name: str, data: DataConfig) -> Any:
 _CONVERTERS: MappingProxyType[str, Callable[[DataConfig], Convert]] = MappingProxyType(
     {"clevr-cogent": _clevr, "clevr_cogent": _clevr, "geometry3k": _geometry, "refcoco": _refcoco}
 )
+
+
+class _ShapeParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Value of ``data.task_params`` for shapes."""
+
+    size: Annotated[int, msgspec.Meta(ge=16, le=1024)] = 32
+    max_shapes: Annotated[int, msgspec.Meta(ge=1, le=9)] = 4
+    blank: bool = False
+    """Whether pictures show a few grey dots instead: a control, whose questions can only be guessed."""
+
+
+def _draw_shapes(data: DataConfig, seed: int, images: ImageRows) -> Iterator[Problem]:
+    """Yield questions about pictures without end; `images` keeps the pictures.
+
+    A picture has up to ``max_shapes`` shapes of one colour. The question is how many there are, or of which colour.
+    Raise `ConfigError` for a parameter that is unknown or out of bounds.
+    """
+    try:
+        parameters = msgspec.convert(data.task_params, _ShapeParameters)
+    except msgspec.ValidationError as error:
+        valid = ", ".join(_ShapeParameters.__struct_fields__)
+        raise ConfigError(f"data.task_params: {error} (parameters of shapes are {valid})") from error
+    generator = random.Random(seed)
+    for index in itertools.count():
+        num, colour = generator.randint(1, parameters.max_shapes), generator.choice(_COLOURS)
+        picture = _draw(generator, parameters, num, colour)
+        question, answer = generator.choice((("how many?", str(num)), ("which colour?", colour)))
+        name = f"shapes-{seed}-{index}"
+        yield Problem(
+            problem_id=name,
+            question=images.mark_image(name, picture) + question,
+            answer=answer,
+            metadata={"number": num, "colour": colour},
+        )
+
+
+def _draw(generator: random.Random, parameters: _ShapeParameters, num: int, colour: str) -> bytes:
+    """Return a picture as PNG."""
+    from PIL import Image, ImageDraw
+
+    size = parameters.size
+    image = Image.new("RGB", (size, size), "white")
+    draw = ImageDraw.Draw(image)
+    cell = size // _CELLS
+    for place in generator.sample(range(_CELLS * _CELLS), num):
+        x, y = cell * (place % _CELLS), cell * (place // _CELLS)
+        shape = draw.rectangle if generator.random() < 0.5 else draw.ellipse
+        if parameters.blank:
+            draw.point([(generator.randrange(size), generator.randrange(size)) for _ in range(4)], fill="lightgrey")
+        else:
+            shape([x + cell // 8, y + cell // 8, x + cell - cell // 8 - 1, y + cell - cell // 8 - 1], fill=colour)
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG")
+    return encoded.getvalue()

@@ -15,7 +15,7 @@ import msgspec
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.files import read_text
 from tandem.common.kept_inputs import path_of
-from tandem.common.messages import ImageRef, Problem, Question
+from tandem.common.messages import Media, Problem, Question
 from tandem.common.user_code import shown
 from tandem.common.values import fill_template, text_of
 from tandem.config import Config
@@ -24,7 +24,7 @@ from tandem.config.schema import DataConfig
 from tandem.samples.chat_templates import REASONING_FIELDS, memory_limit
 from tandem.samples.data_sets.order import ItemLengths
 from tandem.samples.data_sets.tools import tools_field, tools_of
-from tandem.samples.images.markers import OPENING, as_text, split_front_markers
+from tandem.samples.markers import OPENING, as_text, split_front_markers
 from tandem.samples.tokenizer import EncodedConversation, Messages, Tokenizer
 
 _PLAIN = "{question}"
@@ -153,9 +153,9 @@ class ChatEncoder:
             for (part, consequence), name in self._dropped.items()
         )
 
-    def images(self, messages: Messages) -> tuple[ImageRef, ...] | None:
-        """Return the images of messages; None if the model does not see."""
-        return self._tokenizer.images_in(messages)
+    def media(self, messages: Messages) -> Media | None:
+        """Return what messages have besides text; None if the model takes text alone."""
+        return self._tokenizer.media_in(messages)
 
     def complaint(self, prompt_ids: Sequence[int]) -> str | None:
         """Describe how a prompt does not fit the context; return None if it fits."""
@@ -254,8 +254,8 @@ class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Entry of ``env`` that scores its samples."""
     set_name: str = ""
     """Name of its set in metrics, if there are several."""
-    images: tuple[ImageRef, ...] | None = None
-    """Images of the prompt; None if the model does not see."""
+    media: Media | None = None
+    """All that the prompt has besides tokens; None if the model takes text alone."""
     tools_field: str = ""
     """Field of the problem's metadata with the tools that the prompt shows; empty if it shows none."""
 
@@ -296,10 +296,10 @@ class PromptWriter:
         filled = fill_template("data.prompt_template", self._data.prompt_template, of_text)
         if self._prompt_file is None:
             return filled
-        images = ""
+        markers = ""
         if filled.startswith(OPENING):  # as in NeMo-RL, images stand in front of the instructions too
-            images, filled = split_front_markers(filled)
-        return images + self._prompt_file.format(filled)
+            markers, filled = split_front_markers(filled)
+        return markers + self._prompt_file.format(filled)
 
     def literals(self) -> dict[str, str]:
         """Return the literal texts of the templates, by the key to change."""
@@ -369,7 +369,7 @@ class PromptEncoder:
             prompt_ids=prompt_ids,
             environment=environment,
             set_name=prompted.set_name,
-            images=self._chat.images(messages),
+            media=self._chat.media(messages),
             tools_field=writer.tools_field if tools else "",
         )
 
@@ -489,7 +489,7 @@ def read_message(label: str, message: object, mark: Callable[[Any], str] | None 
 
     Raise `DataError` for what is no message, and for an image without `mark`.
     """
-    mark = _refuse_image if mark is None else mark
+    mark = _refuse_media if mark is None else mark
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f"{label}: expected a message with role and content, got {shown(message)[:_MAX_SHOWN]}")
     # Rows of Parquet have every field of every message: those of other messages are null.
@@ -504,7 +504,7 @@ def read_message(label: str, message: object, mark: Callable[[Any], str] | None 
         raise DataError(f"{label}: {error}") from error
 
 
-def _refuse_image(image: Any) -> NoReturn:
+def _refuse_media(value: Any) -> NoReturn:
     raise DataError("it has an image, which only vision models take, in a field of the row itself")
 
 

@@ -12,7 +12,7 @@ import string
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, ClassVar
 
 import msgspec
 
@@ -33,11 +33,10 @@ from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import DataConfig
 from tandem.config.schema.environments import NEMO_GYM_ROWS
 from tandem.samples.data_sets.float_columns import restore_decimals
-from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.prompts import read_question, rewrite_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
 from tandem.samples.data_sets.sliding_puzzle import make_shuffled, make_solved, render
-from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows, StoredMedia, rows_of, stored_columns
+from tandem.samples.images.rows import IMAGE_FIELDS, StoredMedia, rows_of, stored_columns
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -121,42 +120,41 @@ def sliding_puzzle(data: DataConfig, seed: int) -> Iterator[Problem]:
             )
 
 
-def rows(
-    data: DataConfig,
-    images: ImageRows | None = None,
-    *,
-    text_key: str | None = None,
-    only_held_out: bool = False,
-    keeps_digits: bool = False,
-) -> tuple[Rows, dict[str, Rows]]:
-    """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
+class RowReader:
+    """The reader of the rows of data sets for a model of text, which refuses those with images."""
 
-    `images` reads the images of the rows, if the model sees; they are shown in the field `text_key`, or in
-    conversations.
+    is_text_only: ClassVar[bool] = True
+    """Whether all that it reads is text, whose length tells how many tokens it has."""
 
-    With `only_held_out`, training rows are not read where held-out rows have a source of their own. With
-    `keeps_digits`, numbers of JSON files are `tandem.common.values.WrittenFloat` where needed. Raise
-    `DataError` if reading fails.
-    """
-    if images is None and data.dataset_name in NAMED and NAMED[data.dataset_name].has_images:
-        raise DataError(f"data.dataset_name: {data.dataset_name} has images, but policy.model_name is a text model")
-    train, apart = _read_rows(data, only_held_out=only_held_out, keeps_digits=keeps_digits)
-    if images is None:
+    def read(
+        self,
+        data: DataConfig,
+        *,
+        text_key: str | None = None,
+        only_held_out: bool = False,
+        keeps_digits: bool = False,
+    ) -> tuple[Rows, dict[str, Rows]]:
+        """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
+
+        With `only_held_out`, training rows are not read where held-out rows have a source of their own. With
+        `keeps_digits`, numbers of JSON files are `tandem.common.values.WrittenFloat` where needed. Raise
+        `DataError` if reading fails.
+
+        What a row has besides text is shown in the field `text_key`, or in conversations.
+        """
+        if data.dataset_name in NAMED and NAMED[data.dataset_name].has_images:
+            raise DataError(f"data.dataset_name: {data.dataset_name} has images, but policy.model_name is a text model")
+        train, apart = read_rows(data, only_held_out=only_held_out, keeps_digits=keeps_digits)
         for row_name, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
             _refuse_images(row_name, row, data)
         return train, apart
-    is_file, convert = is_local(data.dataset_name), converter(data)
-    held_out = validation_paths(data) if is_file else {}
 
-    def add_markers(part_rows: Rows, file: str | None) -> Rows:
-        """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
-        folder = None if file is None else Path(file).absolute().parent
-        if convert is not None:
-            part_rows = [(row_name, convert(row_name, row)) for row_name, row in part_rows]
-        return [(row_name, images.row(row_name, row, text_key, folder)) for row_name, row in part_rows]
+    def draw_shapes(self, data: DataConfig, seed: int) -> Iterator[Problem]:
+        """Refuse questions about pictures: raise `DataError`."""
+        raise DataError("data.dataset_name: shapes are pictures, but policy.model_name is a text model")
 
-    train_file = data.train_data_path if is_file else None
-    return add_markers(train, train_file), {name: add_markers(part, held_out.get(name)) for name, part in apart.items()}
+    def keep(self) -> None:
+        """Keep in the run's folder what texts refer to: nothing."""
 
 
 def _refuse_images(row_name: str, row: Row, data: DataConfig) -> None:
@@ -169,7 +167,7 @@ def _refuse_images(row_name: str, row: Row, data: DataConfig) -> None:
             raise DataError(f"{row_name} has an image in {key!r}, but policy.model_name is a text model")
 
 
-def _read_rows(data: DataConfig, *, only_held_out: bool, keeps_digits: bool) -> tuple[Rows, dict[str, Rows]]:
+def read_rows(data: DataConfig, *, only_held_out: bool, keeps_digits: bool) -> tuple[Rows, dict[str, Rows]]:
     """Read the rows of a dataset as they are."""
     name = data.dataset_name
     if is_local(name):

@@ -9,23 +9,19 @@ SFT and the GRPO stage of one example are such runs. Where the split is given, a
 
 Problems that a task generates are identified by their prompt: a task repeats itself as often as it is asked, and
 numbers each problem.
-
-Pictures of coloured shapes and questions about them, drawn from a seed, for vision models.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
-from tandem.common.errors import ConfigError, DataError
+from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.values import encode_json, fill_template, text_of
 from tandem.config import Config
@@ -35,66 +31,6 @@ from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items
 from tandem.samples.data_sets.prompts import PromptedProblem
 from tandem.samples.data_sets.reasoning_tasks import name_task
-from tandem.samples.images.rows import ImageRows
-
-COLOURS = ("red", "green", "blue", "black")
-_CELLS = 4
-"""Cells across a picture, and down; each has one shape at most."""
-
-
-class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Value of ``data.task_params`` for shapes."""
-
-    size: Annotated[int, msgspec.Meta(ge=16, le=1024)] = 32
-    max_shapes: Annotated[int, msgspec.Meta(ge=1, le=9)] = 4
-    blank: bool = False
-    """Whether pictures show a few grey dots instead: a control, whose questions can only be guessed."""
-
-
-def shapes(data: DataConfig, seed: int, images: ImageRows) -> Iterator[Problem]:
-    """Yield questions about pictures without end; `images` keeps the pictures.
-
-    A picture has up to ``max_shapes`` shapes of one colour. The question is how many there are, or of which colour.
-    Raise `ConfigError` for a parameter that is unknown or out of bounds.
-    """
-    try:
-        parameters = msgspec.convert(data.task_params, _Parameters)
-    except msgspec.ValidationError as error:
-        valid = ", ".join(_Parameters.__struct_fields__)
-        raise ConfigError(f"data.task_params: {error} (parameters of shapes are {valid})") from error
-    generator = random.Random(seed)
-    for index in itertools.count():
-        num, colour = generator.randint(1, parameters.max_shapes), generator.choice(COLOURS)
-        picture = _draw(generator, parameters, num, colour)
-        question, answer = generator.choice((("how many?", str(num)), ("which colour?", colour)))
-        name = f"shapes-{seed}-{index}"
-        yield Problem(
-            problem_id=name,
-            question=images.mark_image(name, picture) + question,
-            answer=answer,
-            metadata={"number": num, "colour": colour},
-        )
-
-
-def _draw(generator: random.Random, parameters: _Parameters, num: int, colour: str) -> bytes:
-    """Return a picture as PNG."""
-    from PIL import Image, ImageDraw
-
-    size = parameters.size
-    image = Image.new("RGB", (size, size), "white")
-    draw = ImageDraw.Draw(image)
-    cell = size // _CELLS
-    for place in generator.sample(range(_CELLS * _CELLS), num):
-        x, y = cell * (place % _CELLS), cell * (place // _CELLS)
-        shape = draw.rectangle if generator.random() < 0.5 else draw.ellipse
-        if parameters.blank:
-            draw.point([(generator.randrange(size), generator.randrange(size)) for _ in range(4)], fill="lightgrey")
-        else:
-            shape([x + cell // 8, y + cell // 8, x + cell - cell // 8 - 1, y + cell - cell // 8 - 1], fill=colour)
-    encoded = io.BytesIO()
-    image.save(encoded, "PNG")
-    return encoded.getvalue()
-
 
 Item = TypeVar("Item")
 
@@ -161,14 +97,14 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
         return [problem for problems in self.held_out.values() for problem in problems]
 
 
-def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSets:
-    """Load or generate the problems of a run; `images` reads those of rows, if the model sees.
+def load_problems(config: Config, reader: sources.RowReader | None = None) -> ProblemSets:
+    """Load or generate the problems of a run; `reader` reads rows, by default of text alone.
 
     Raises:
         DataError: a source is missing, empty, malformed, or has too few distinct problems.
         ConfigError: the task or one of its parameters does not exist, or a template names a missing field.
     """
-    sets = _load_sets(config, images)
+    sets = _load_sets(config, reader or sources.RowReader())
     if (
         any(config.env[name].nemo_gym is not None for name in config.environments)
         and config.data.dataset_name not in PACKAGED
@@ -179,11 +115,11 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
     return sets
 
 
-def _load_sets(config: Config, images: ImageRows | None = None) -> ProblemSets:
+def _load_sets(config: Config, reader: sources.RowReader) -> ProblemSets:
     """Load or generate the problems of a run. Raises what `load_problems` raises."""
     data = config.data
     if data.train:
-        return _load_listed(config, images)
+        return _load_listed(config, reader)
     seed = config.algorithm_section.seed
     match data.dataset_name:
         case "reasoning_gym":
@@ -193,12 +129,10 @@ def _load_sets(config: Config, images: ImageRows | None = None) -> ProblemSets:
         case name if name in PACKAGED:
             return _load_packaged(config)
         case "shapes":
-            if images is None:
-                raise DataError("data.dataset_name: shapes are pictures, but policy.model_name is a text model")
-            return _draw_generated(data, shapes(data, seed, images))
+            return _draw_generated(data, reader.draw_shapes(data, seed))
         case _:
-            train_rows, held_out_rows = sources.rows(
-                data, images, text_key=data.input_key, only_held_out=config.evaluates, keeps_digits=True
+            train_rows, held_out_rows = reader.read(
+                data, text_key=data.input_key, only_held_out=config.evaluates, keeps_digits=True
             )
 
     def problems(rows: sources.Rows) -> list[Problem]:
@@ -225,10 +159,10 @@ def _load_packaged(config: Config) -> ProblemSets:
     return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
 
-def _load_listed(config: Config, images: ImageRows | None) -> ProblemSets:
+def _load_listed(config: Config, reader: sources.RowReader) -> ProblemSets:
     """Load the problems of several datasets."""
     is_alone = config.evaluates and bool(config.data.validation)
-    training, validation = load_parts(config, partial(_load_sets, images=images), with_train=not is_alone)
+    training, validation = load_parts(config, partial(_load_sets, reader=reader), with_train=not is_alone)
     problem_lists: list[list[Problem]] = [take_items(part) for part in training]
     train = [problem for problems in problem_lists for problem in problems]
     held_sets: dict[str, HeldOut[Problem]] = collect_held_out(training, validation)

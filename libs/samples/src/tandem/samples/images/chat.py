@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.messages import ImageRef
+from tandem.common.messages import ImageRef, Media
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images import families
-from tandem.samples.images.markers import MarkedImage, marked_in, marker, split_at_markers
+from tandem.samples.images.columns import prompt_images
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
+from tandem.samples.markers import MarkedImage, marked_in, marker, split_at_markers
 from tandem.samples.tokenizer import Tokenizer
 
 _MAX_SIZES = 4096
@@ -41,8 +43,8 @@ class VisionTokenizer(Tokenizer):
         self._reads_parts = self.has_chat_template and "type" in self._template.words
 
     @property
-    def sees(self) -> bool:
-        """Whether the model takes images: it does."""
+    def takes_media(self) -> bool:
+        """Whether the model takes more than text: it takes images."""
         return True
 
     @property
@@ -57,10 +59,22 @@ class VisionTokenizer(Tokenizer):
             if (self._folder / name).exists() and not (folder / name).exists():
                 shutil.copyfile(self._folder / name, folder / name)
 
-    def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...]:
+    def media_in(self, messages: Sequence[Mapping[str, Any]]) -> Media:
         """Return the images of messages, in order. Raises `DataError` for one of a shape that the family refuses."""
         contents = (message.get("content") for message in messages)
         return tuple(self._reference(image) for text in contents if isinstance(text, str) for image in marked_in(text))
+
+    def media_of_prompt(self, sample: SampleBatch, prompt_length: int) -> bytes:
+        """Return the digests of the images in a recorded sample's prompt."""
+        return prompt_images(sample, prompt_length, self.settings)
+
+    def explain_wrong_media(self, prompt_ids: Sequence[int], media: Media) -> str | None:
+        """Return what is wrong with the images of a prompt; None if its image tokens are those of its images."""
+        num_present = prompt_ids.count(self.image_token_id)
+        num_needed = sum(image.num_tokens for image in media)
+        if num_present == num_needed:
+            return None
+        return f"the prompt has {num_present} image tokens, its images need {num_needed}"
 
     def _reference(self, image: MarkedImage) -> ImageRef:
         grid = families.grid_of(self.settings, image.width, image.height)
@@ -149,7 +163,7 @@ class MarkedTexts:
         self._images = images
         self._marked = functools.lru_cache(maxsize=_MAX_SIZES)(self._read)
 
-    def text_of(self, token_ids: Sequence[int], digests: Sequence[str], references: Iterable[ImageRef] = ()) -> str:
+    def text_of(self, token_ids: Sequence[int], digests: Sequence[str], references: Media = ()) -> str:
         """Return the text of tokens, special ones included, with a marker for each image.
 
         Args:

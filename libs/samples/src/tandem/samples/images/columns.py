@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
 from tandem.common.errors import WireError
-from tandem.common.messages import ImageRef
-from tandem.samples.batch import SampleBatch
+from tandem.samples.batch import DIGEST_BYTES, GRID_SIZES, SampleBatch
 from tandem.samples.images.families import ImageSettings, grid_size, num_tokens
-
-DIGEST_BYTES = 32
-GRID_SIZES = 3
-
-
-def image_columns(images: Sequence[Sequence[ImageRef]]) -> dict[str, NDArray[Any]]:
-    """Return the columns of sequences with these images; a grid of fewer numbers is padded with zeros."""
-    flat = [image for references in images for image in references]
-    digests = np.frombuffer(bytes.fromhex("".join(image.digest for image in flat)), dtype=np.uint8)
-    grids = [(*image.grid, *(0,) * (GRID_SIZES - len(image.grid))) for image in flat]
-    return {
-        "num_images_S": np.array([len(references) for references in images], dtype=np.int32),
-        "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
-        "image_grids_IX": np.array(grids, dtype=np.int32).reshape(-1, GRID_SIZES),
-    }
 
 
 def prompt_images(sample: SampleBatch, prompt_length: int, settings: ImageSettings) -> bytes:

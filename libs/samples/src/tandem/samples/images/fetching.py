@@ -88,11 +88,11 @@ class ImageFetcher:
         self._name, self._run_id, self._key_pair = name, run_id, key_pair
         self._coordinator: messages.Listener | None = None
 
-    def begin(self, images_at: messages.Listener | None, coordinator: str) -> None:
+    def begin(self, media_at: messages.Listener | None, coordinator: str) -> None:
         """Take the port and key of the coordinator's images; its host is that of `coordinator`, its own address."""
-        if images_at is not None:
-            address = f"{coordinator.rpartition(':')[0]}:{urlsplit(images_at.address).port}"
-            self._coordinator = messages.Listener(address=address, public_key=images_at.public_key)
+        if media_at is not None:
+            address = f"{coordinator.rpartition(':')[0]}:{urlsplit(media_at.address).port}"
+            self._coordinator = messages.Listener(address=address, public_key=media_at.public_key)
 
     def fetch(self, digests: Iterable[str], timeout_s: float) -> list[str]:
         """Have these images in the folder; return why some are not to be had, with the names of those asked."""

@@ -24,7 +24,7 @@ import numpy as np
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.files import irregular
-from tandem.samples.images.markers import MarkedImage
+from tandem.samples.markers import MarkedImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,10 +8,9 @@ from typing import Any
 
 from tandem.common.errors import DataError
 from tandem.config import Config
-from tandem.samples.images.markers import mark_images, marker
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.tokenizer import Tokenizer
+from tandem.samples.markers import mark_images, marker
 
 IMAGE_FIELDS = ("image", "images")
 """Fields of rows that may hold images; ``data.image_key`` names another."""
@@ -137,11 +136,6 @@ class ImageRows:
         for digest, source in self._found.items():
             images.put(digest, source.read() if isinstance(source, StoredMedia) else source)
         self._found.clear()  # or they would take memory as long as the run
-
-
-def image_rows(config: Config, tokenizer: Tokenizer) -> ImageRows | None:
-    """Return the reader of a run's images; None if its model does not see."""
-    return ImageRows(config) if tokenizer.sees else None
 
 
 def image_folder(config: Config) -> ImageFolder:

@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tandem.common.messages import ImageRef, Purpose
+from tandem.common.messages import Media, Purpose
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import data_sets
-from tandem.samples.batch import SampleBatch, build_given_table
+from tandem.samples.batch import SampleBatch, build_given_table, media_columns
 from tandem.samples.data_sets.item_checks import check_step_size
-from tandem.samples.images.columns import image_columns
-from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import EncodedConversation, Tokenizer
 
 
@@ -28,8 +26,8 @@ class EncodedSequence(NamedTuple):
     """Whether each token counts in the loss."""
     reward: float = 0.0
     """The margin or reward that the data set gives it."""
-    images: tuple[ImageRef, ...] | None = None
-    """Its images; None if the model does not see."""
+    media: Media | None = None
+    """All that it has besides tokens; None if the model takes text alone."""
     name: str = ""
     """Place in the source."""
 
@@ -54,8 +52,8 @@ class DataSetAlgorithm(WithoutGeneration):
         self._section = section = config.data_set_section
         self._chat = data_sets.ChatEncoder(config, tokenizer, learns_turns=self._learns_turns)
         self._only_last = bool(getattr(section, "only_unmask_final", False))
-        self.images = image_rows(config, tokenizer)
-        sets = data_sets.load_conversations(config, self.images)
+        self._reader = data_sets.make_row_reader(config, tokenizer)
+        sets = data_sets.load_conversations(config, self._reader)
         check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
         max_rows = num_validation if num_validation > 0 else None
@@ -77,6 +75,10 @@ class DataSetAlgorithm(WithoutGeneration):
             config, self.num_steps, len(self._train), config.policy.train_global_batch_size
         )
         self.notices = (*filter(None, (too_long, ties, aside, capped)), *self._chat.notices)
+
+    def keep_media(self) -> None:
+        """Keep in the run's folder what the data has besides texts. Raises `RunFolderError`."""
+        self._reader.keep()
 
     @property
     def validation_parts(self) -> dict[str, int]:
@@ -111,8 +113,8 @@ class DataSetAlgorithm(WithoutGeneration):
         return self._train.draw((step - 1) * self._config.policy.train_global_batch_size, count)
 
     def _lengths(self) -> data_sets.ItemLengths[data_sets.ConversationRow, Sequences] | None:
-        """Return how conversations are measured; None where images have tokens that no text has."""
-        if self.images is not None:
+        """Return how conversations are measured; None where some tokens are of no text."""
+        if not self._reader.is_text_only:
             return None
         return data_sets.ItemLengths(
             text_bytes=lambda conversation: conversation.text_bytes,
@@ -133,7 +135,7 @@ class DataSetAlgorithm(WithoutGeneration):
             encoded = self._chat.conversation(name, prompt, answer, conversation.tools)
             complaint = complaint or self._chat.complaint(encoded.token_ids[: encoded.prompt_length])
             sequence = self._sequence(encoded, conversation.margin if place == 0 else 0.0)
-            sequence = sequence._replace(images=self._chat.images([*prompt, *answer]), name=name)
+            sequence = sequence._replace(media=self._chat.media([*prompt, *answer]), name=name)
             limit, length = self._config.policy.max_total_sequence_length, len(sequence.token_ids)
             if complaint is None and length > limit:
                 complaint = f"prompt and solution have {length} tokens, policy.max_total_sequence_length is {limit}"
@@ -180,7 +182,7 @@ def batch_of_conversations(conversations: Sequence[Sequences]) -> SampleBatch:
     """Lay the sequences of conversations end to end, those of one conversation side by side."""
     sequences = [sequence for conversation in conversations for sequence in conversation]
     token_ids_T = np.concatenate([np.array(each.token_ids, dtype=np.int32) for each in sequences])
-    images = [each.images for each in sequences if each.images is not None]
+    media = [each.media for each in sequences if each.media is not None]
     return SampleBatch(
         lengths_S=np.array([len(each.token_ids) for each in sequences], dtype=np.int32),
         token_ids_T=token_ids_T,
@@ -188,5 +190,5 @@ def batch_of_conversations(conversations: Sequence[Sequences]) -> SampleBatch:
         generation_logprobs_T=np.zeros(len(token_ids_T), dtype=np.float32),
         advantages_S=np.ones(len(sequences), dtype=np.float32),
         rewards_S=np.array([each.reward for each in sequences], dtype=np.float32),
-        **(image_columns(images) if images else {}),
+        **(media_columns(media) if media else {}),
     )

@@ -26,8 +26,7 @@ from tandem.observe.run_folder.journal import StepRecord
 from tandem.samples import data_sets
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets.item_checks import check_step_size
-from tandem.samples.images.markers import shown
-from tandem.samples.images.rows import image_rows
+from tandem.samples.markers import shown
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -70,9 +69,9 @@ def _pass_k(samples: Sequence[SampleScored]) -> float:
 
 
 def _question(encoded: data_sets.EncodedProblem) -> str:
-    """Return the question of a problem, with labels for its images."""
+    """Return the question of a problem, with labels for its markers."""
     question = question_text(encoded.problem.question)
-    return question if encoded.images is None else shown(question)
+    return question if encoded.media is None else shown(question)
 
 
 class _Drawn(NamedTuple):
@@ -96,8 +95,8 @@ class GrpoAlgorithm:
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
-        self.images = image_rows(config, tokenizer)
-        problems = data_sets.load_problems(config, self.images)
+        self._reader = data_sets.make_row_reader(config, tokenizer)
+        problems = data_sets.load_problems(config, self._reader)
         encoder = data_sets.PromptEncoder(config, tokenizer, problems.all_views)
         # A run that only validates reads no training problems.
         train = [] if config.evaluates else problems.list_train(config.data)
@@ -110,7 +109,7 @@ class GrpoAlgorithm:
         encoder.check_characters([*train, *held_out])
         data_sets.check_answers(config, [*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
-        lengths = encoder.lengths() if self.images is None else None
+        lengths = encoder.lengths() if self._reader.is_text_only else None
         self._train = data_sets.LazyDataset(config, train, encoder.encode, sizes, lengths)
         self._validation = [
             problem for part in parts.values() for problem in data_sets.encode_now(part, encoder.encode)
@@ -142,6 +141,10 @@ class GrpoAlgorithm:
         self._stop_token_ids, self._stop_strings = tokenizer.stop_conditions(
             generation.stop_token_ids or (), generation.stop_strings or ()
         )
+
+    def keep_media(self) -> None:
+        """Keep in the run's folder what the data has besides texts. Raises `RunFolderError`."""
+        self._reader.keep()
 
     @property
     def num_validation(self) -> int:
@@ -223,7 +226,7 @@ class GrpoAlgorithm:
             prompt_ids=encoded.prompt_ids,
             seeds=tuple(data_sets.sample_seed(seed, step, purpose, group, place) for place in range(num_samples)),
             environment=encoded.environment if self._has_several else "",
-            images=encoded.images,
+            media=encoded.media,
             tools_field=encoded.tools_field,
         )
         self._groups[key] = _Drawn(encoded, prompt_group, place, levels)
@@ -239,7 +242,7 @@ class GrpoAlgorithm:
             self.places.finish(step, len(drawn))
         # Groups of this step may be asked for again, if samples have been lost.
         self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
-        prompts = {group: (encoded.prompt_ids, encoded.images) for group, encoded in drawn.items()}
+        prompts = {group: (encoded.prompt_ids, encoded.media) for group, encoded in drawn.items()}
         batch, metrics = training_batch(
             self._config, step, records, prompts, lambda group: drawn[group].problem.problem_id
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,9 +21,8 @@ from tandem.common.numeric import bound
 from tandem.config import Config
 from tandem.coordinator.algorithms import rewards, running, step_batch
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples import recorded_shards, routed_experts, sample_files, sample_store
+from tandem.samples import media, recorded_shards, routed_experts, sample_files, sample_store
 from tandem.samples.batch import SampleBatch
-from tandem.samples.images import chat, columns, rows
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.tokenizer import Tokenizer
 
@@ -45,7 +43,6 @@ class RecordedAlgorithm(running.WithoutGeneration):
             "replay: there are no metrics of each data set or environment: the record does not say whose a sample is"
         )
         self.notices: tuple[str, ...] = (notice,) if several else ()
-        self.images: rows.ImageRows | None = None
         self._config = config
         self._tokenizer = tokenizer
         self._replay = config.replay
@@ -64,10 +61,8 @@ class RecordedAlgorithm(running.WithoutGeneration):
         self._steps.read_ahead(first_step)
         host = str(urlsplit(coordinator).hostname)
         self._store = sample_store.SampleStore(host, run_id, max_tokens=sys.maxsize, trainers=trainers)
-        if self._tokenizer.sees:
-            from tandem.samples.images.fetching import answer
-
-            self._store.give_images(partial(answer, rows.image_folder(self._config), run_id))
+        if self._tokenizer.takes_media:
+            self._store.give_media(media.answer_requests(self._config, run_id))
         return {SOURCE: self._store.at}
 
     def close(self) -> None:
@@ -114,10 +109,8 @@ class RecordedAlgorithm(running.WithoutGeneration):
             self._store.put((step, scored.group, scored.sample), arrays)
             self._records.append(SampleRecord(scored, SOURCE, step))
             prompt = sample.arrays.token_ids_T[: scored.prompt_length]
-            self._prompts[scored.group] = prompt.tobytes()
-            if isinstance(self._tokenizer, chat.VisionTokenizer):
-                images = columns.prompt_images(sample.arrays, scored.prompt_length, self._tokenizer.settings)
-                self._prompts[scored.group] = prompt.tobytes(), images
+            prompt_media = self._tokenizer.media_of_prompt(sample.arrays, scored.prompt_length)
+            self._prompts[scored.group] = prompt.tobytes(), prompt_media
         self._step = step
 
 

@@ -13,7 +13,6 @@ from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingP
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.samples.batch import SampleBatch
-from tandem.samples.images.rows import ImageRows
 
 
 class RunningAlgorithm(Protocol):
@@ -21,8 +20,10 @@ class RunningAlgorithm(Protocol):
 
     notices: tuple[str, ...]
     """Notes on the data for the user before the run begins, one a line."""
-    images: ImageRows | None
-    """Images of the data, to be kept in the run's folder; None if the model does not see."""
+
+    def keep_media(self) -> None:
+        """Keep in the run's folder what the data has besides texts. Raises `RunFolderError`."""
+        ...
 
     @property
     def num_validation(self) -> int:
@@ -68,6 +69,9 @@ class RunningAlgorithm(Protocol):
 
 class WithoutGeneration:
     """The answers of every algorithm for which nothing is generated."""
+
+    def keep_media(self) -> None:
+        """Do nothing: the data is text, or is kept already."""
 
     @property
     def num_validation(self) -> int:

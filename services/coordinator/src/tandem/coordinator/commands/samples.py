@@ -50,6 +50,7 @@ def _samples(arguments: argparse.Namespace) -> int:
     from tandem.observe.run_folder.journal import read_journal
     from tandem.observe.samples import SampleQuery, search, trainer_logprobs
     from tandem.observe.samples_text import print_samples
+    from tandem.samples.media import read_texts_in
 
     run: Path = arguments.run
     with read_journal(run) as journal:
@@ -78,13 +79,8 @@ def _samples(arguments: argparse.Namespace) -> int:
     logprobs = None
     if arguments.tokens:
         logprobs = trainer_logprobs(run, selection.step, run_id) if query.purpose == "train" else {}
-    pictures = None
-    if tokenizer is not None and tokenizer.sees:
-        from tandem.samples.images.chat import marked_texts
-        from tandem.samples.images.store import ImageFolder
-
-        pictures = marked_texts(tokenizer, ImageFolder(run / "images"))
-    print_samples(selection, Console(), query.purpose, tokenizer, logprobs, pictures)
+    texts = read_texts_in(run, tokenizer)
+    print_samples(selection, Console(), query.purpose, tokenizer, logprobs, texts)
     return OK
 
 

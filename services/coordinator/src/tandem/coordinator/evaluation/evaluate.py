@@ -33,6 +33,7 @@ from tandem.launch.preparing.beginning import set_aside
 from tandem.observe import evaluation
 from tandem.observe.run_folder.found_models import Which, models_in
 from tandem.observe.run_folder.journal_file import hold_folder, list_runs_in
+from tandem.samples.media import read_texts
 from tandem.samples.model_files import load_tokenizer
 
 RUNS = "runs"
@@ -202,20 +203,15 @@ def _check_vocabulary(ready: CheckedConfig, model: EvaluatedModel) -> None:
 
 def _list_problems(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[evaluation.EvaluatedProblem]:
     tokenizer = load_tokenizer(ready.config)
-    pictures = None
-    if tokenizer.sees:
-        from tandem.samples.images.chat import marked_texts
-        from tandem.samples.images.rows import image_folder
-
-        pictures = marked_texts(tokenizer, image_folder(ready.config))
+    texts = read_texts(tokenizer, ready.config)
     groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
     return [
         evaluation.EvaluatedProblem(
             problem_id=group.problem.problem_id,
             question=question_text(group.problem.question),
             prompt=tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
-            if pictures is None
-            else pictures.text_of(group.prompt_ids, [image.digest for image in group.images or ()], group.images or ()),
+            if texts is None
+            else texts.text_of(group.prompt_ids, [each.digest for each in group.media or ()], group.media or ()),
             reference=text_of(group.problem.answer),
         )
         for group in groups

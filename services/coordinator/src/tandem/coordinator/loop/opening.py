@@ -23,7 +23,7 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, find_key_file, read_run_keys, write_run_keys
 from tandem.common.messages import BuildEngine, BuildTrainer, Listener, RewardServer
 from tandem.config import Config, config_to_json, dump_yaml, make_plain
-from tandem.config.models.vision_families import family_of
+from tandem.config.models.families import is_text_only
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import StepBatches
@@ -53,7 +53,7 @@ from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.batch_sharding import scoring_trainers
-from tandem.samples.images.rows import image_folder
+from tandem.samples.media import serve_media
 from tandem.samples.sample_files import RestoreLimits, SampleFolder
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ class OpenedResources(msgspec.Struct, frozen=True, kw_only=True):
     exporter: MetricsExporter | None
     """Exporter for Prometheus, if that is on."""
     traces: watching.TraceObserver | None
-    images_at: Listener | None
-    """Where processes that do not see the run's folder ask for its images; None if the policy does not see."""
+    media_at: Listener | None
+    """Where processes that do not see the run's folder ask for its media; None if the policy takes text alone."""
     watching: tuple[observer.Observer, ...]
     """Observers that need nothing of the attempt."""
     evaluations: CheckpointEvaluations | None
@@ -167,9 +167,8 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     stack.callback(journal.close)
     write_run_keys(folder, keys)
     _keep_inputs(invocation)
-    if invocation.ready.algorithm.images is not None:
-        invocation.ready.algorithm.images.keep(image_folder(config).folder)
-    images_at = None if family_of(config.policy) is None else _serve_images(config, run_id, listening, stack)
+    invocation.ready.algorithm.keep_media()
+    media_at = None if is_text_only(config.policy) else _serve_media(config, run_id, listening, stack)
     observers: list[observer.Observer] = []
     if listener is not None:
         page = page_process.PageProcess(journal.folder, listener)
@@ -190,7 +189,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
         writers=writers,
         exporter=exporter,
         traces=traces,
-        images_at=images_at,
+        media_at=media_at,
         watching=(*observers, *([] if evaluations is None else [evaluations])),
         evaluations=evaluations,
     )
@@ -267,14 +266,12 @@ def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapsho
     return admission.ListeningSocket(address, keys, find_key_file(folder), earlier_keys)
 
 
-def _serve_images(
+def _serve_media(
     config: Config, run_id: str, listening: admission.ListeningSocket, stack: contextlib.ExitStack
 ) -> Listener:
-    """Give the run's images to its processes that do not see its folder; `stack` ends it."""
-    from tandem.samples.images.fetching import ImageServer
-
+    """Give the run's media to its processes that do not see its folder; `stack` ends it."""
     host = str(urlsplit(listening.hub.address).hostname)
-    server = ImageServer(host, run_id, image_folder(config), listening.admitted)
+    server = serve_media(config, host, run_id, listening.admitted)
     stack.callback(server.close)
     return server.at
 
@@ -440,7 +437,7 @@ def assemble(
         stack.enter_context(opened.evaluations.telling(observers.amended))
     recorder = ResultRecorder(config, opened.journal, checkpoints, samples, observers)
     make = CoordinatorLoop if front_end is None else front_end.loop
-    schedule = Scheduler if opened.images_at is None else partial(_ImageScheduler, opened.images_at)
+    schedule = Scheduler if opened.media_at is None else partial(_MediaScheduler, opened.media_at)
     loop = make(
         schedule(
             spec,
@@ -457,19 +454,19 @@ def assemble(
     return loop, live
 
 
-class _ImageScheduler(Scheduler):
-    """The scheduler of a vision model's run: processes are told at their building where images are."""
+class _MediaScheduler(Scheduler):
+    """The scheduler of a run with media: processes are told at their building where these are."""
 
-    def __init__(self, images_at: Listener, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, media_at: Listener, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._images_at = images_at
+        self._media_at = media_at
 
     def handle(self, event: events.Event) -> list[events.Action]:
-        """Take one event; return the actions it leads to, with the address of images in each command to build."""
+        """Take one event; return the actions it leads to, with the address of media in each command to build."""
         actions = super().handle(event)
         for place, action in enumerate(actions):
             if isinstance(action, events.DispatchCommand) and isinstance(action.command, BuildEngine | BuildTrainer):
-                command = msgspec.structs.replace(action.command, images_at=self._images_at)
+                command = msgspec.structs.replace(action.command, media_at=self._media_at)
                 actions[place] = msgspec.structs.replace(action, command=command)
         return actions
 

@@ -29,7 +29,6 @@ from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.tinker.loop import CallLoop
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.samples.batch import SampleBatch
-from tandem.samples.images.rows import ImageRows
 from tandem.samples.tokenizer import Tokenizer
 from tandem.serving.tinker.calls import CallDesk, EngineAdapterSets, PendingCall, PublishWeights
 
@@ -177,7 +176,6 @@ class NoAlgorithm(WithoutGeneration):
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self.notices: tuple[str, ...] = ()
-        self.images: ImageRows | None = None
 
     @property
     def validation_parts(self) -> dict[str, int]:

@@ -35,10 +35,10 @@ from tandem.rollout.conversation import SampleConversation
 from tandem.rollout.engine import Engine, EngineCompletion
 from tandem.rollout.environments import Score, outcomes
 from tandem.rollout.generating import UNSCORED, Finished, RunningGeneration, RunningGenerations
-from tandem.rollout.openai_api import app, driver, images, refusals
+from tandem.rollout.media import keep_stored
+from tandem.rollout.openai_api import app, driver, refusals
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.rollout.parts import RolloutParts
-from tandem.samples.images.rows import image_folder
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.tokenizer import Tokenizer
 
@@ -76,10 +76,7 @@ class RolloutAgents:
         self._config = config
         self._settings = config.agent
         self._tokenizer = tokenizer
-        self._images = None
-        if tokenizer.sees:
-            limits = images.limits_of(config.data.max_image_pixels)
-            self._images = images.stored_images(image_folder(config), limits)
+        self._media = keep_stored(config, tokenizer)
         self._faults = outcomes.FaultPolicy(config)
         self._driver = driver.EngineDriver(engine, step=step)
         self._ended: queue.SimpleQueue[tuple[Episode, Score | outcomes.Failure] | Exception] = queue.SimpleQueue()
@@ -173,7 +170,7 @@ class RolloutAgents:
 
     def _start(self, number: int, group: PromptGroup, sample: int, command: Generate) -> None:
         def begin() -> Episode:
-            return Episode(number, group, sample, command, self._config, self._driver, self._tokenizer, self._images)
+            return Episode(number, group, sample, command, self._config, self._driver, self._tokenizer, self._media)
 
         if self._looking is None and self._launcher is not None:
             self._looking = asyncio.create_task(self._look(self._launcher))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.errors import RewardError
-from tandem.common.messages import Generate, ImageRef, PromptGroup, SamplingParameters
+from tandem.common.messages import Generate, Media, PromptGroup, SamplingParameters
 from tandem.common.user_code import line, shown
 from tandem.common.values import LargeInteger, WrittenFloat
 from tandem.config import Config
@@ -26,8 +26,7 @@ from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Failure, checked
 from tandem.rollout.openai_api.choices import ResponseBuilder, joined
 from tandem.rollout.openai_api.driver import EngineDriver
-from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
-from tandem.rollout.openai_api.images import RequestImages
+from tandem.rollout.openai_api.generator import RequestMedia, ResponseChunk, ServedModel
 from tandem.rollout.openai_api.protocol import ChatMessage, ChatRequest
 from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.routed_experts import replayed_experts
@@ -71,7 +70,7 @@ class Episode(ServedModel):
         config: Config,
         driver: EngineDriver,
         tokenizer: Tokenizer,
-        images: RequestImages | None = None,
+        media: RequestMedia | None = None,
     ) -> None:
         assert config.agent is not None, "or nobody plays"
         roles = config.agent.roles
@@ -86,7 +85,7 @@ class Episode(ServedModel):
             stop_token_ids=command.sampling.stop_token_ids,
             aliases=[*self._role_of][1:] or [config.policy.model_name],
             tool_call_parser=config.policy.generation.tool_call_parser,
-            images=images,
+            media=media,
         )
         self.number = number
         self.command = command
@@ -100,15 +99,15 @@ class Episode(ServedModel):
         self._driver = driver
         self._max_completions = config.agent.max_completions
         self._num_asked = 0
-        self._asked: dict[tuple[tuple[int, ...], tuple[ImageRef, ...]], _Asked] = {}
-        """Chats by the tokens and images of their prompts."""
+        self._asked: dict[tuple[tuple[int, ...], Media], _Asked] = {}
+        """Chats by the tokens and media of their prompts."""
         self._why_refused = ""
         """Why the last reward posted was refused."""
 
     @cached_property
     def judge(self) -> EpisodeJudge:
         """The policy as this episode's judge, made when it is first asked."""
-        return EpisodeJudge(self, self._driver, self.images)
+        return EpisodeJudge(self, self._driver, self.media)
 
     def described(self, server: str) -> dict[str, Any]:
         """Return what the agent is told: where to send requests, and what to play."""
@@ -141,8 +140,8 @@ class Episode(ServedModel):
             raise OpenAIRefused(f"model: the policy plays several roles; name one of {names}", param="model")
         role = self._role_of.get(request.model or "", 0)
         prompt_ids = self.encode_given(request, messages) or self.session.prompt_of(messages, variables, role)
-        images = self.tokenizer.images_in(messages) or ()
-        chat = self._asked[tuple(prompt_ids), images] = _Asked(request, messages, variables, role)
+        media = self.tokenizer.media_in(messages) or ()
+        chat = self._asked[tuple(prompt_ids), media] = _Asked(request, messages, variables, role)
         return _RolePrompt(prompt_ids, chat) if self._role_of else prompt_ids
 
     async def generate(
@@ -150,7 +149,7 @@ class Episode(ServedModel):
         prompt_ids: Sequence[int],
         sampling: SamplingParameters,
         seed: int,
-        images: tuple[ImageRef, ...] = (),
+        media: Media = (),
         *,
         is_streamed: bool = True,
     ) -> AsyncGenerator[ResponseChunk, None]:
@@ -172,22 +171,22 @@ class Episode(ServedModel):
             reason = "texts are of no role: the policy plays several here, and chats name theirs"
             raise OpenAIRefused(reason, param="prompt", code="unsupported")
         else:
-            asked_chat = self._asked.get((tuple(prompt_ids), images))
+            asked_chat = self._asked.get((tuple(prompt_ids), media))
         response_chunks: list[ResponseChunk] = []
         try:
-            async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
+            async with aclosing(self._driver.generate(prompt_ids, sampling, seed, media)) as chunks:
                 async for chunk in chunks:
                     if self.is_over:
                         raise over()
                     response_chunks.append(chunk)
                     if chunk.finish_reason is not None:
-                        self._note(prompt_ids, asked_chat, asked_seed, response_chunks, images)
+                        self._note(prompt_ids, asked_chat, asked_seed, response_chunks, media)
                     yield chunk
         except (asyncio.CancelledError, GeneratorExit):
             # Of a stream that the agent left, it has what it was sent.
             is_part = bool(response_chunks) and response_chunks[-1].finish_reason is None
             if asked_chat is not None and asked_chat.request.stream and is_part and not self.is_over:
-                self._note(prompt_ids, asked_chat, asked_seed, response_chunks, images)
+                self._note(prompt_ids, asked_chat, asked_seed, response_chunks, media)
             raise
 
     def _as_trained(self, sampling: SamplingParameters) -> SamplingParameters:
@@ -215,7 +214,7 @@ class Episode(ServedModel):
         asked_chat: _Asked | None,
         seed: int,
         chunks: Sequence[ResponseChunk],
-        images: tuple[ImageRef, ...],
+        media: Media,
     ) -> None:
         """Note a response as the agent received it, since that is what it will repeat."""
         completion = EngineCompletion(
@@ -228,7 +227,7 @@ class Episode(ServedModel):
             routed_experts_TX=chunks[-1].routed_experts_TX,  # unknown for a response that was cut short by the agent
         )
         if asked_chat is None:
-            self.session.add(prompt_ids, completion, images=images)
+            self.session.add(prompt_ids, completion, media=media)
             return
         growing = ResponseBuilder(self, asked_chat.request, prompt_ids, seed)
         piece = joined([growing.add(chunk) for chunk in chunks])
@@ -239,7 +238,7 @@ class Episode(ServedModel):
             tool_calls=piece.tool_calls or None,
         )
         messages = [*asked_chat.messages, response.for_template(self._mark)]
-        self.session.add(prompt_ids, completion, messages, asked_chat.variables, images, asked_chat.role)
+        self.session.add(prompt_ids, completion, messages, asked_chat.variables, media, asked_chat.role)
 
     # --- what the agent says of it -----------------------------------------------------------------------------------
 
@@ -272,14 +271,14 @@ class EpisodeJudge(ServedModel):
     Requests may name any model, and sample as they like. They are drawn from the sample's seed, by their order.
     """
 
-    def __init__(self, episode: Episode, driver: EngineDriver, images: RequestImages | None) -> None:
+    def __init__(self, episode: Episode, driver: EngineDriver, media: RequestMedia | None) -> None:
         super().__init__(
             MODEL,
             episode.tokenizer,
             self,
             max_length=episode.max_length,
             vocabulary=episode.vocabulary,
-            images=images,
+            media=media,
         )
         self._episode = episode
         self._driver = driver
@@ -293,7 +292,7 @@ class EpisodeJudge(ServedModel):
         prompt_ids: Sequence[int],
         sampling: SamplingParameters,
         seed: int,
-        images: tuple[ImageRef, ...] = (),
+        media: Media = (),
         *,
         is_streamed: bool = True,
     ) -> AsyncGenerator[ResponseChunk, None]:
@@ -303,7 +302,7 @@ class EpisodeJudge(ServedModel):
         session = self._episode.session
         seed = turn_seed(session.group.seeds[session.sample], _JUDGE_TURNS + self._num_asked)
         self._num_asked += 1
-        async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
+        async with aclosing(self._driver.generate(prompt_ids, sampling, seed, media)) as chunks:
             async for chunk in chunks:
                 if self._episode.is_over:
                     raise over()

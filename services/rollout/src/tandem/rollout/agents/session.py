@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
+from tandem.common.messages import Branch, Media, PromptGroup, SampleScored
 from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.samples import chat_templates, routed_experts, sampling_masks
-from tandem.samples.batch import SampleBatch
-from tandem.samples.images.columns import image_columns
+from tandem.samples.batch import SampleBatch, media_columns
 from tandem.samples.tokenizer import Tokenizer
 
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -42,8 +41,8 @@ class AgentExchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_given: int
     """Tokens before the response."""
     completion: EngineCompletion
-    images: tuple[ImageRef, ...] = ()
-    """Images among its tokens, in order."""
+    media: Media = ()
+    """Media among its tokens, in order."""
     role: int = 0
     """Place of the role that the policy plays in it among the session's."""
 
@@ -91,21 +90,21 @@ class EpisodeSession:
         completion: EngineCompletion,
         messages: ChatMessages = (),
         variables: Mapping[str, Any] | None = None,
-        images: tuple[ImageRef, ...] = (),
+        media: Media = (),
         role: int = 0,
     ) -> None:
-        """Note a response as the agent receives it. The prompt's tokens and images tell which exchange it continues.
+        """Note a response as the agent receives it. The prompt's tokens and media tell which exchange it continues.
 
-        `messages` are those of the whole conversation, the response included, and `images` those of the prompt.
+        `messages` are those of the whole conversation, the response included, and `media` those of the prompt.
         """
         exchange = AgentExchange(
-            parent=self._parent(prompt_ids, images, role),
+            parent=self._parent(prompt_ids, media, role),
             messages=messages,
             variables=variables or {},
             token_ids=(*prompt_ids, *completion.token_ids_T.tolist()),
             num_given=len(prompt_ids),
             completion=completion,
-            images=images,
+            media=media,
             role=role,
         )
         self.exchanges.append(exchange)
@@ -118,7 +117,7 @@ class EpisodeSession:
         `version` is the current weight version, for an episode that made no request.
         """
         parts = self._branches()
-        unplayed = () if parts else [self._sequence(self.group.prompt_ids, self.group.images or ())]
+        unplayed = () if parts else [self._sequence(self.group.prompt_ids, self.group.media or ())]
         arrays = SampleBatch.concatenate([*(arrays for arrays, _ in parts), *unplayed])
         branches = tuple(branch for _, branch in parts)
         made_versions_T = arrays.versions_T[arrays.loss_mask_T] if branches else np.array([version])
@@ -161,14 +160,14 @@ class EpisodeSession:
         ]
         return max(candidates, key=lambda exchange: len(exchange.messages), default=None)
 
-    def _parent(self, prompt_ids: Sequence[int], images: tuple[ImageRef, ...], role: int) -> int | None:
+    def _parent(self, prompt_ids: Sequence[int], media: Media, role: int) -> int | None:
         candidates = [
             (len(exchange.token_ids), number)
             for number, exchange in enumerate(self.exchanges)
             if len(exchange.token_ids) < len(prompt_ids)
             and exchange.role == role
             and exchange.token_ids == tuple(prompt_ids[: len(exchange.token_ids)])
-            and exchange.images == images[: len(exchange.images)]
+            and exchange.media == media[: len(exchange.media)]
         ]
         return max(candidates, key=lambda item: item[0], default=(0, None))[1]  # of several equal ones, the first
 
@@ -195,21 +194,21 @@ class EpisodeSession:
                 num_made=sum(len(completion.token_ids_T) for _, completion in responses),
                 num_tokens=len(token_ids),
             )
-            branches.append((self._sequence(token_ids, self.exchanges[leaf].images, responses, path), branch))
+            branches.append((self._sequence(token_ids, self.exchanges[leaf].media, responses, path), branch))
         return branches
 
     def _sequence(
         self,
         token_ids: Sequence[int],
-        images: tuple[ImageRef, ...],
+        media: Media,
         responses: Sequence[tuple[int, EngineCompletion]] = (),
         path: Sequence[int] = (),
     ) -> SampleBatch:
         """Lay out a sequence in which these responses count, each from its place on; `path` are all of its
         responses."""
         arrays = _laid_out(token_ids, responses)
-        if self._tokenizer.sees:
-            arrays = arrays.replace(**image_columns([images]))
+        if self._tokenizer.takes_media:
+            arrays = arrays.replace(**media_columns([media]))
         if self._keeps_masks:
             masks = [(first, completion.masks) for first, completion in responses]
             arrays = arrays.replace(**sampling_masks.mask_columns(len(token_ids), masks))

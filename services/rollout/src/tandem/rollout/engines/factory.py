@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.common.user_code import named
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.sampling_masks import masks_of_run
 
 if TYPE_CHECKING:
     from tandem.config import Config
     from tandem.rollout.engine import Engine
-    from tandem.samples.images.reading import ImageLimits
-    from tandem.samples.tokenizer import Tokenizer
     from tandem.serving.server_process import ServingHandover
 
-ReadImage = Callable[[str], bytes]
-"""The encoded bytes of an image by its digest; a text model asks for none."""
+EngineMedia = Mapping[str, Any]
+"""The further arguments of an engine whose model takes more than text (`tandem.rollout.media`)."""
 
 
 class EngineFactory(Protocol):
@@ -29,10 +26,10 @@ class EngineFactory(Protocol):
     def prepare_process(self, num_threads: int) -> None:
         """Set what libraries read once, before torch is imported."""
 
-    def build(self, config: Config, tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits) -> Engine:
+    def build(self, config: Config, media: EngineMedia | None) -> Engine:
         """Return the engine of a run, whose weights come by refits. Raises `ModelError`, `ConfigError`."""
 
-    def load(self, serving: ServingHandover, tokenizer: Tokenizer, read_image: ReadImage) -> Engine:
+    def load(self, serving: ServingHandover, media: EngineMedia | None) -> Engine:
         """Return an engine with the weights of a model folder, as version 0. Raises `ModelError`, `ConfigError`."""
 
 
@@ -42,23 +39,13 @@ def find_factory(name: str) -> EngineFactory:
     return factory
 
 
-def describe_images(tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits) -> dict[str, Any]:
-    """Return the further arguments of an engine whose model sees: `read_image`, within `limits`."""
-    from tandem.samples.images.chat import VisionTokenizer
-    from tandem.samples.images.families import undrawable_ids
-
-    assert isinstance(tokenizer, VisionTokenizer), "no other one sees"
-    undrawable = undrawable_ids(tokenizer, tokenizer.settings.family)
-    return {"read_image": read_image, "undrawable": undrawable, "limits": limits}
-
-
 class EmbeddedFactory:
     """Builds the embedded engine, of a text model or of one that sees, with one set of adapters or several."""
 
     def prepare_process(self, num_threads: int) -> None:
         """Do nothing: it runs in the rollout process, on the CPU."""
 
-    def build(self, config: Config, tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits) -> Engine:
+    def build(self, config: Config, media: EngineMedia | None) -> Engine:
         """Return the engine of a run."""
         policy, generation = config.policy, config.policy.generation
         settings: dict[str, Any] = {
@@ -74,9 +61,9 @@ class EmbeddedFactory:
             from tandem.rollout.engines.adapters import AdaptersEngine
 
             return AdaptersEngine(folder, num_sets=generation.num_adapter_sets, **settings)
-        return _make(folder, tokenizer, read_image, limits, settings)
+        return _make(folder, media, settings)
 
-    def load(self, serving: ServingHandover, tokenizer: Tokenizer, read_image: ReadImage) -> Engine:
+    def load(self, serving: ServingHandover, media: EngineMedia | None) -> Engine:
         """Return an engine with the weights of a model folder."""
         settings = {
             "num_slots": serving.max_batch_size,
@@ -85,16 +72,14 @@ class EmbeddedFactory:
             "num_threads": serving.num_threads,
             "with_weights": True,
         }
-        return _make(Path(serving.model_folder), tokenizer, read_image, DEFAULT_LIMITS, settings)
+        return _make(Path(serving.model_folder), media, settings)
 
 
-def _make(
-    folder: Path, tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits, settings: dict[str, Any]
-) -> Engine:
-    if tokenizer.sees:
+def _make(folder: Path, media: EngineMedia | None, settings: dict[str, Any]) -> Engine:
+    if media is not None:
         from tandem.rollout.engines.vision import VisionEngine
 
-        return VisionEngine(folder, **describe_images(tokenizer, read_image, limits), **settings)
+        return VisionEngine(folder, **media, **settings)
     from tandem.rollout.engines.transformers import TransformersEngine
 
     return TransformersEngine(folder, **settings)

@@ -251,7 +251,7 @@ class TransformersEngine(refitted.RefittedEngine):
 
     def _shared_by(self, request: SequenceRequest) -> tuple[object, ...]:
         """Return what requests have in common that share keys and values of their prompts."""
-        return request.prompt_ids, request.images
+        return request.prompt_ids, request.media
 
     def _forward(self) -> torch.Tensor:
         """Run the model over all due tokens; return the logits ``[R, V]`` of every running slot's next token."""

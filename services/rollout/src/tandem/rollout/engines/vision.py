@@ -185,13 +185,11 @@ class VisionEngine(TransformersEngine):
 
     def _view(self, request: SequenceRequest) -> PromptImages:
         """Return what a request sees, read and checked once for all requests with its prompt. Raises `DataError`."""
-        key = (request.prompt_ids, request.images)
+        key = (request.prompt_ids, request.media)
         view = self._views.get(key)
         if view is None:
-            positions_XT, delta = positions(
-                self._settings, request.prompt_ids, [image.grid for image in request.images]
-            )
-            pictures = tuple(self._picture(image) for image in request.images)
+            positions_XT, delta = positions(self._settings, request.prompt_ids, [image.grid for image in request.media])
+            pictures = tuple(self._picture(image) for image in request.media)
             starts = self._block_starts(request.prompt_ids) if self._has_blocks else ()
             view = self._views[key] = PromptImages(pictures, positions_XT, starts, delta)
         return view

@@ -25,9 +25,9 @@ from tandem.config.schema.environments import ARGUMENTS, RewardArguments, Reward
 from tandem.rollout.environments.answers import reference
 from tandem.rollout.environments.environment import ConversingEnvironment, Score, Step, Turn
 from tandem.samples.chat_templates import Messages
-from tandem.samples.images.markers import mark_images, marker
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.rows import image_folder
+from tandem.samples.markers import mark_images, marker
 
 Judged = tuple[float, bool | None]
 _Box = tuple[float, float, float, float]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tandem.common.messages import ImageRef, SamplingParameters
+from tandem.common.messages import Media, SamplingParameters
 from tandem.rollout.engine import Alternatives, PromptScores
 from tandem.rollout.openai_api import protocol
 from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
@@ -43,8 +43,8 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[list[int]]
     responses: list[WantedResponse]
     """Wanted responses, in the order of their choices."""
-    images: tuple[ImageRef, ...] = ()
-    """Images of a chat's prompt."""
+    media: Media = ()
+    """Media of a chat's prompt."""
 
 
 class ResponsePiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ def chat_job(model: ServedModel, request: protocol.ChatRequest) -> GenerationJob
     """Return a chat's job. Raises `OpenAIRefused` and what `ServedModel.chat_ids` raises."""
     messages = model.messages_of(request)
     job = _job(model, request, [model.chat_ids(request, messages)], request.max_response_tokens)
-    return msgspec.structs.replace(job, images=model.tokenizer.images_in(messages) or ())
+    return msgspec.structs.replace(job, media=model.tokenizer.media_in(messages) or ())
 
 
 def completion_job(model: ServedModel, request: protocol.CompletionRequest) -> GenerationJob:
@@ -245,7 +245,7 @@ async def grow(
             else:
                 growing = WithoutText()
             chunks = model.generator.generate(
-                prompt_ids, response.sampling, response.seed, job.images, is_streamed=is_streamed
+                prompt_ids, response.sampling, response.seed, job.media, is_streamed=is_streamed
             )
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:

@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import msgspec
 
 from tandem.common.errors import DataError
-from tandem.common.messages import ImageRef, SamplingParameters
+from tandem.common.messages import Media, SamplingParameters
 from tandem.rollout.engine import Engine, EngineCompletion, NewTokens, SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.openai_api.generator import ResponseChunk
@@ -119,7 +119,7 @@ class EngineDriver:
         prompt_ids: Sequence[int],
         sampling: SamplingParameters,
         seed: int,
-        images: tuple[ImageRef, ...] = (),
+        media: Media = (),
         *,
         is_streamed: bool = True,
     ) -> AsyncGenerator[ResponseChunk, None]:
@@ -129,7 +129,7 @@ class EngineDriver:
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             seed=seed,
-            images=images,
+            media=media,
             is_external=self._for_external_requests,
         )
         stream = _Stream(asyncio.get_running_loop(), request, is_streamed)

@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.messages import ImageRef, SamplingParameters
+from tandem.common.messages import Media, SamplingParameters
 from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.engine import Alternatives, PromptScores
 from tandem.rollout.engines.served import ResponseGrammar
-from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatRequest, no_such_model
 from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.responses import ResponseMarkers
@@ -52,14 +51,26 @@ class ResponseGenerator(Protocol):
         prompt_ids: Sequence[int],
         sampling: SamplingParameters,
         seed: int,
-        images: tuple[ImageRef, ...] = (),
+        media: Media = (),
         *,
         is_streamed: bool = True,
     ) -> AsyncGenerator[ResponseChunk, None]:
         """Yield a response as it is made; closing or cancelling the iteration abandons the rest.
 
-        `images` are those of the prompt. If it is not streamed, it may be yielded at its end. Raises `OpenAIRefused`.
+        `media` are those of the prompt. If it is not streamed, it may be yielded at its end. Raises `OpenAIRefused`.
         """
+        ...
+
+
+class RequestMedia(Protocol):
+    """A keeper of what requests have besides text."""
+
+    def mark(self, url: str) -> str:
+        """Keep a file, given as a data URI, and return its marker. Raises `OpenAIRefused`."""
+        ...
+
+    def check(self, text: str) -> None:
+        """Raise `OpenAIRefused` for a marker in a text of what is not kept."""
         ...
 
 
@@ -78,7 +89,7 @@ class ServedModel:
         aliases: Sequence[str] = (),
         tool_call_parser: ToolCallParser | None = None,
         shows_versions: bool = False,
-        images: RequestImages | None = None,
+        media: RequestMedia | None = None,
     ) -> None:
         """Describe the model.
 
@@ -92,7 +103,7 @@ class ServedModel:
             aliases: other names for it.
             tool_call_parser: how it writes tool calls; None where they stay text.
             shows_versions: whether answers name the weight versions that made them.
-            images: keeper of images in requests; None where the model, or its engine here, sees none.
+            media: keeper of images in requests; None where the model, or its engine here, takes text alone.
 
         """
         self.name = name
@@ -106,7 +117,7 @@ class ServedModel:
         self.tool_call_parser = tool_call_parser
         self.response_markers = ResponseMarkers.of_tokenizer(tokenizer)
         """How its chat template marks reasoning and calls."""
-        self.images = images
+        self.media = media
         self.created = int(time.time())
         self._grammar_tokenizer: Any = None
         """The tokenizer for grammars, once a response has asked for JSON."""
@@ -118,18 +129,18 @@ class ServedModel:
             raise no_such_model(name, names)
 
     def messages_of(self, request: ChatRequest) -> list[dict[str, Any]]:
-        """Return the messages in the form of chat templates, with markers for images. Raises `OpenAIRefused`."""
+        """Return the messages in the form of chat templates, with markers for media. Raises `OpenAIRefused`."""
         messages = [message.for_template(self._mark) for message in request.messages]
-        if self.images is not None:
+        if self.media is not None:
             for message in messages:
-                self.images.check(message["content"])
+                self.media.check(message["content"])
         return messages
 
     def _mark(self, url: str) -> str:
-        if self.images is None:
-            reason = "its engine reads none" if self.tokenizer.sees else "it is a text model"
+        if self.media is None:
+            reason = "its engine reads none" if self.tokenizer.takes_media else "it is a text model"
             raise OpenAIRefused(f"messages: {self.name} answers texts here, not images: {reason}", param="messages")
-        return self.images.mark(url)
+        return self.media.mark(url)
 
     def chat_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens that the model is to answer: the whole conversation, rendered by the chat template.

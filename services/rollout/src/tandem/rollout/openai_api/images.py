@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from tandem.common.errors import DataError, TandemError
 from tandem.rollout.openai_api.refusals import OpenAIRefused
-from tandem.samples.images.markers import MarkedImage, marked_in, marker
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import BoundedCache, BoundedImages, ImageFolder
+from tandem.samples.markers import MarkedImage, marked_in, marker
 
 _MAX_BYTES = 2**28
 _MAX_SIZES = 2**14

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError, ModelError, WireError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
-from tandem.samples.batch import MEDIA, SampleBatch
+from tandem.samples.batch import MEDIA, SampleBatch, media_columns
 from tandem.samples.batch_sharding import EMPTY_ROW
-from tandem.samples.images.columns import check_images, image_columns
+from tandem.samples.images.columns import check_images
 from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions, read_settings
 from tandem.trainer.micro_batches import TokenRow
 
@@ -70,7 +70,7 @@ class ImageFormat(msgspec.Struct, frozen=True):
 
     def make_empty(self) -> dict[str, NDArray[Any]]:
         """Return the columns of no sample."""
-        return image_columns([])
+        return media_columns([])
 
     def check(self, batch: SampleBatch) -> None:
         """Raise `WireError` unless the images are possible, and those of the tokens."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.rollout.engines.factory import EngineFactory, ReadImage, describe_images
+from tandem.rollout.engines.factory import EngineFactory, EngineMedia
 from tandem.rollout.engines.vllm import insides
-from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.sampling_masks import masks_of_run
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from tandem.config import Config
     from tandem.config.schema.generation import VllmCfg
     from tandem.rollout.engine import Engine
-    from tandem.samples.tokenizer import Tokenizer
     from tandem.serving.server_process import ServingHandover
 
 
@@ -26,7 +24,7 @@ class VllmFactory:
         """Set what vLLM, torch and OpenMP read once."""
         insides.prepare_environment(num_threads)
 
-    def build(self, config: Config, tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits) -> Engine:
+    def build(self, config: Config, media: EngineMedia | None) -> Engine:
         """Return the engine of a run."""
         policy, generation = config.policy, config.policy.generation
         # External requests are few, and do not wait for all waiting samples.
@@ -42,27 +40,25 @@ class VllmFactory:
             from tandem.rollout.engines.vllm.adapters import AdaptersVllmEngine
 
             return AdaptersVllmEngine(folder, generation.vllm_cfg, num_sets=generation.num_adapter_sets, **settings)
-        return _make(folder, generation.vllm_cfg, tokenizer, read_image, limits, settings)
+        return _make(folder, generation.vllm_cfg, media, settings)
 
-    def load(self, serving: ServingHandover, tokenizer: Tokenizer, read_image: ReadImage) -> Engine:
+    def load(self, serving: ServingHandover, media: EngineMedia | None) -> Engine:
         """Return an engine with the weights of a model folder."""
         extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
         settings = {"extra": extra, "with_weights": True}
-        return _make(Path(serving.model_folder), serving.vllm_cfg, tokenizer, read_image, DEFAULT_LIMITS, settings)
+        return _make(Path(serving.model_folder), serving.vllm_cfg, media, settings)
 
 
 def _make(
     folder: Path,
     vllm_cfg: VllmCfg,
-    tokenizer: Tokenizer,
-    read_image: ReadImage,
-    limits: ImageLimits,
+    media: EngineMedia | None,
     settings: dict[str, Any],
 ) -> Engine:
-    if tokenizer.sees:
+    if media is not None:
         from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine
 
-        return SeeingVllmEngine(folder, vllm_cfg, **describe_images(tokenizer, read_image, limits), **settings)
+        return SeeingVllmEngine(folder, vllm_cfg, **media, **settings)
     from tandem.rollout.engines.vllm.engine import VllmEngine
 
     return VllmEngine(folder, vllm_cfg, **settings)

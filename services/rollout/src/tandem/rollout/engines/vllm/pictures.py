@@ -121,13 +121,13 @@ class SeeingVllmEngine(VllmEngine):
         return prompt | {
             "type": "multimodal",
             "mm_kwargs": MultiModalKwargsItems({_IMAGE: items}),
-            "mm_hashes": {_IMAGE: [image.digest for image in request.images]},
+            "mm_hashes": {_IMAGE: [image.digest for image in request.media]},
             "mm_placeholders": {_IMAGE: places},
         }
 
     def _item(self, request: SequenceRequest, place: int) -> Any:
         """Return an image of a request. Raises `ModelError` if the tower makes other features than there are tokens."""
-        image = request.images[place]
+        image = request.media[place]
         prepared = self._prepared.get(image.digest)
         if prepared.num_tokens != image.num_tokens:
             raise ModelError(
@@ -170,7 +170,7 @@ def places_of(request: SequenceRequest, image_token_id: int) -> list[Any]:
     from vllm.multimodal.inputs import PlaceholderRange
 
     is_image_T = np.array(request.prompt_ids) == image_token_id
-    tokens, sizes = np.flatnonzero(is_image_T), [image.num_tokens for image in request.images]
+    tokens, sizes = np.flatnonzero(is_image_T), [image.num_tokens for image in request.media]
     if len(tokens) != sum(sizes):
         raise DataError(f"the prompt has {len(tokens)} image tokens, its {len(sizes)} images need {sum(sizes)}")
     places = []
