@@ -14,7 +14,7 @@ from tandem.config.models.families import VLLM_SEEING
 from tandem.refit.adapters.catalogue import make_shape, read_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.dtensor import DTensor
-from tandem.refit.adapters.huggingface import HuggingFace, is_of_tower
+from tandem.refit.adapters.huggingface import HuggingFace, is_outside_language
 from tandem.refit.adapters.vllm import Vllm
 from tests.harness.vision_models import FAMILIES, write_vision_files, write_vision_model
 
@@ -31,7 +31,7 @@ def test_names_and_shapes_are_those_of_the_model_in_memory(family: str, is_tied:
     assert {tensor.name: tensor.shape for tensor in found.tensors} == expected
     towers = {name for name in expected if "visual" in name or "vision" in name or "projector" in name}
     towers |= {name for name in expected if "connector" in name}
-    assert {tensor.name for tensor in found.tensors if is_of_tower(tensor.name)} == towers
+    assert {tensor.name for tensor in found.tensors if is_outside_language(tensor.name)} == towers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,7 +39,7 @@ def test_a_checkpoint_has_as_many_parameters(family: str, tmp_path: Path) -> Non
     folder = write_vision_model(family, tmp_path)
     saved, described = read_shape(folder), make_shape(json.loads((folder / "config.json").read_text()))
     assert saved.num_parameters == described.num_parameters
-    towers = [sum(is_of_tower(tensor.name) for tensor in model.tensors) for model in (saved, described)]
+    towers = [sum(is_outside_language(tensor.name) for tensor in model.tensors) for model in (saved, described)]
     assert towers[0] == towers[1] > 10, "under the names of the files, too"
 
 
@@ -55,7 +55,7 @@ def test_tensor_parallelism_leaves_the_tower_whole(tmp_path: Path) -> None:
         if layout.piece(row).box.shape != shapes[layout.tensors[int(layout.pieces.tensor_P[row])].name]
     }
     assert cut
-    assert not any(is_of_tower(name) for name in cut)
+    assert not any(is_outside_language(name) for name in cut)
 
 
 @pytest.mark.parametrize("family", VLLM_SEEING)

@@ -58,7 +58,7 @@ def served(images: ImageFolder) -> Iterator[Listener]:
 def stored(images: ImageFolder) -> Iterator[Listener]:
     """Serve images beside samples, as a rollout does."""
     store = SampleStore("127.0.0.1", RUN_ID, 10, TRAINERS)
-    store.give_images(partial(fetching.answer, images, RUN_ID))
+    store.give_media(partial(fetching.answer, images, RUN_ID))
     try:
         yield store.at
     finally:

@@ -21,7 +21,7 @@ from PIL import Image
 from tandem.common.errors import DataError
 from tandem.common.process_lifetime import is_stopped
 from tandem.observe.page import worker as module
-from tandem.observe.page.thumbnails import ImageThumbnails
+from tandem.observe.page.thumbnails import RunThumbnails
 from tandem.observe.report.report import frozen_page
 from tandem.observe.report.side_by_side import load_runs
 from tandem.samples.batch import media_columns
@@ -34,8 +34,8 @@ RUN = Path("run")
 
 
 @pytest.fixture
-def thumbnails() -> Iterator[ImageThumbnails]:
-    made = ImageThumbnails()
+def thumbnails() -> Iterator[RunThumbnails]:
+    made = RunThumbnails()
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def pixels(data: bytes) -> Any:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def test_a_thumbnail_is_a_png_of_at_most_96_pixels(thumbnails: ImageThumbnails) -> None:
+def test_a_thumbnail_is_a_png_of_at_most_96_pixels(thumbnails: RunThumbnails) -> None:
     for kind, size, expected in (("PNG", (480, 400), (96, 80)), ("JPEG", (48, 40), (48, 40)), ("WEBP", (9, 900), None)):
         made = Image.open(io.BytesIO(thumbnails.of(RUN, keep(encoded(picture(*size), kind)))))
         assert made.format == "PNG"
@@ -60,7 +60,7 @@ def test_a_thumbnail_is_a_png_of_at_most_96_pixels(thumbnails: ImageThumbnails) 
     assert (pixels(thumbnails.of(RUN, keep(encoded(small)))) == np.asarray(small)).all()
 
 
-def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thumbnails: ImageThumbnails) -> None:
+def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thumbnails: RunThumbnails) -> None:
     whole = encoded(picture())
     page_of_text = b"<svg xmlns='http://www.w3.org/2000/svg'><script>window.ran='it'</script></svg>"
     for data in (whole[:100], b"", page_of_text, encoded(Image.new("L", (1, 8_000)).resize((8_000, 8_000)))):
@@ -79,7 +79,7 @@ def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thum
 
 
 def test_a_picture_is_asked_of_another_process_where_one_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ImageThumbnails(deadline_s=60.0)
+    made = RunThumbnails(deadline_s=60.0)
     made.of(RUN, keep(encoded(picture())))
     worker = made._worker._process
     assert worker is not None
@@ -100,7 +100,7 @@ def test_a_picture_is_asked_of_another_process_where_one_is_stopped(monkeypatch:
     made.close()
 
 
-def test_a_picture_that_hangs_is_given_up_and_its_process_ended(thumbnails: ImageThumbnails) -> None:
+def test_a_picture_that_hangs_is_given_up_and_its_process_ended(thumbnails: RunThumbnails) -> None:
     decoder = thumbnails._worker._arguments
     thumbnails._worker._arguments = ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"]  # it never answers
     thumbnails._deadline_s = 0.2
@@ -113,7 +113,7 @@ def test_a_picture_that_hangs_is_given_up_and_its_process_ended(thumbnails: Imag
     assert thumbnails.of(RUN, keep(encoded(picture(51, 50)))), "by another process"
 
 
-def test_a_process_that_has_ended_is_replaced(thumbnails: ImageThumbnails) -> None:
+def test_a_process_that_has_ended_is_replaced(thumbnails: RunThumbnails) -> None:
     thumbnails.of(RUN, keep(encoded(picture())))
     worker = thumbnails._worker._process
     assert worker is not None

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tandem.config import Config, build_config
 from tandem.config.models.vision_families import VISION
-from tandem.coordinator.forecast.activations import bound_image_tokens, tower_of
+from tandem.coordinator.forecast.media import bound_image_tokens, tower_of
 from tandem.coordinator.forecast.memory import memory_of
 from tandem.coordinator.forecast.plan import explain
 from tandem.coordinator.forecast.sides import model_shape, sides

@@ -15,7 +15,7 @@ import transformers
 
 from tandem.config import load_config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
-from tandem.samples.batch import SampleBatch, images_of
+from tandem.samples.batch import SampleBatch, media_of
 from tandem.samples.images.families import read_settings, undrawable_ids
 from tandem.samples.images.reading import decode
 from tandem.samples.images.store import ImageFolder
@@ -75,7 +75,7 @@ class Plain:
 
 def digests_of(batch: SampleBatch, row: int) -> list[str]:
     """Return the digests of a sequence's images."""
-    found = images_of(batch, row)
+    found = media_of(batch, row)
     return [found[start : start + 32].hex() for start in range(0, len(found), 32)]
 
 

@@ -547,7 +547,7 @@ class PromptGroup(Message, frozen=True, kw_only=True):
     """A 64-bit seed for each sample: the same seed, weights and prompt give the same sample, whatever else runs."""
     environment: str = ""
     """Entry of ``env`` that scores the samples; empty if the run has only one."""
-    media: Media | None = msgspec.field(default=None, name="images")
+    media: tuple[ImageRef, ...] | None = msgspec.field(default=None, name="images")
     """Images of the prompt, in order; None if the model does not see."""
     tools_field: str = ""
     """Field of the problem's metadata with the tools that the prompt shows; empty if it shows none."""

@@ -13,7 +13,7 @@ from tandem.config.conform import config_type, field_of, find_setting, list_stru
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import MODELS, EnvironmentConfig
 from tandem.config.schema.declarations import ALGORITHMS, DISTILLATION, OFF_POLICY_DISTILLATION
-from tandem.config.schema.environments import IMAGE_ENVIRONMENTS, NEMO_GYM, NEMO_GYM_ROWS, PACKAGED, NemoGymConfig
+from tandem.config.schema.environments import FUNCTION_ENVIRONMENTS, NEMO_GYM, NEMO_GYM_ROWS, PACKAGED, NemoGymConfig
 from tandem.config.schema.generation import ToolCallParser
 from tandem.config.schema.policy import PASSTHROUGH_TEMPLATE
 
@@ -214,7 +214,11 @@ def choose_environment(tree: dict[str, Any]) -> None:
         data["environment"] = NEMO_GYM
         for data_set in (*data.get("train", ()), *data.get("validation", ())):
             data_set["env_name"] = NEMO_GYM
-    if len(env) > 1 and data.get("environment") is None and data.get("dataset_name") in {*IMAGE_ENVIRONMENTS} & {*env}:
+    if (
+        len(env) > 1
+        and data.get("environment") is None
+        and data.get("dataset_name") in {*FUNCTION_ENVIRONMENTS} & {*env}
+    ):
         data["environment"] = data["dataset_name"]
     if len(env) > 1 and data.get("environment") is None and "sliding_puzzle_game" in env:
         data |= {"environment": "sliding_puzzle_game", "dataset_name": "sliding_puzzle"}

@@ -32,11 +32,11 @@ class ChatSession:
         model: str,
         system: str | None,
         settings: Mapping[str, Any],
-        images: Sequence[Mapping[str, Any]] = (),
+        parts: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Start a conversation; `find_server` returns the server for the next question, and may raise `ServiceError`.
 
-        If weights change, the conversation shows which versions answered. `images` are content parts for the first
+        If weights change, the conversation shows which versions answered. `parts` are content parts for the first
         question.
         """
         self._find_server = find_server
@@ -45,7 +45,7 @@ class ChatSession:
         self._settings = {"model": model, **{name: value for name, value in settings.items() if value is not None}}
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[Mapping[str, Any]] = [*self._beginning]
-        self._images = [*images]
+        self._parts = [*parts]
         """Content parts that the next question begins with."""
 
     def hold(self) -> None:
@@ -72,7 +72,7 @@ class ChatSession:
         word, _, argument = command.partition(" ")
         match command:
             case "/reset":
-                self._messages, self._images = [*self._beginning], []
+                self._messages, self._parts = [*self._beginning], []
                 print("(a new conversation)")
             case "/help":
                 print(HELP)
@@ -88,17 +88,17 @@ class ChatSession:
         try:
             if not path:
                 raise ConfigError("/image needs the path of a file")
-            self._images.append(image_part(Path(path).expanduser()))
+            self._parts.append(read_part(Path(path).expanduser()))
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return
-        num = len(self._images)
+        num = len(self._parts)
         print(f"({'it is' if num == 1 else f'{num} pictures are'} shown with the next question)", flush=True)
 
     def _ask(self, text: str) -> None:
         """Ask, and show the answer; Ctrl-C stops it and keeps what was said until then."""
-        images, self._images = self._images, []
-        content = [*images, {"type": "text", "text": text}] if images else text
+        parts, self._parts = self._parts, []
+        content = [*parts, {"type": "text", "text": text}] if parts else text
         question: dict[str, Any] = {"role": "user", "content": content}
         answer_pieces: list[AnswerPiece] = []
         try:
@@ -141,7 +141,7 @@ _MAX_BYTES = 12 * 2**20
 """Most bytes of a file: our servers take requests of a third more, which is what base64 makes of them."""
 
 
-def image_part(path: Path) -> dict[str, Any]:
+def read_part(path: Path) -> dict[str, Any]:
     """Return a file's content part. Raises `ConfigError` if it cannot be read, or is no picture."""
     from tandem.samples.images.reading import kind_of  # only this reads pictures
 

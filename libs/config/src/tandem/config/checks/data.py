@@ -13,7 +13,7 @@ from tandem.config.problem import InvalidValue, Rule, check_dotted_path, restric
 from tandem.config.schema import Config, EnvironmentConfig, JudgeConfig
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS
-from tandem.config.schema.environments import IMAGE_ENVIRONMENTS, NEMO_GYM, NEMO_GYM_ROWS, PACKAGED, REWARD_MODEL
+from tandem.config.schema.environments import FUNCTION_ENVIRONMENTS, NEMO_GYM, NEMO_GYM_ROWS, PACKAGED, REWARD_MODEL
 from tandem.config.shapes import ELSEWHERE
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
@@ -28,7 +28,7 @@ BUILT_IN_ENVIRONMENTS = (
     *CONVERSING_ENVIRONMENTS,
 )
 
-COMPARING_ENVIRONMENTS = ("math", "math_multi_reward", "exact_match", "calculator", *IMAGE_ENVIRONMENTS)
+COMPARING_ENVIRONMENTS = ("math", "math_multi_reward", "exact_match", "calculator", *FUNCTION_ENVIRONMENTS)
 """Built-in environments that compare a response with the reference answer."""
 
 PYTHON_REWARDS = "python_rewards"
@@ -45,7 +45,7 @@ def compares_answers(config: Config, name: str) -> bool:
 def reads_boxes(config: Config, name: str) -> bool:
     """Return whether an environment compares boxes, which are lists of numbers."""
     names = [function.get("name") for function in config.env[name].reward_functions]
-    return name in IMAGE_ENVIRONMENTS and "bbox_giou" in names
+    return name in FUNCTION_ENVIRONMENTS and "bbox_giou" in names
 
 
 def check_responses_fit(config: Config) -> None:
@@ -208,7 +208,7 @@ def check_environments_are_known(config: Config) -> None:
         elif entry.is_reward_model or (name == REWARD_MODEL and not entry.is_custom):
             check_reward_model(name, entry)
         elif entry.class_path is None:
-            if name not in (*BUILT_IN_ENVIRONMENTS, *IMAGE_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
+            if name not in (*BUILT_IN_ENVIRONMENTS, *FUNCTION_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 guess = nearest(name, BUILT_IN_ENVIRONMENTS)
                 raise InvalidValue(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.config.low_precision import DELAYED, list_products
-from tandem.config.models import families, model_sizes, vision_families
+from tandem.config.models import families, model_sizes
 from tandem.config.problem import InvalidValue, ProblemCollector, Rule, shown
 from tandem.config.schema import Config
 
@@ -129,10 +129,8 @@ LOW_PRECISION_RULES: tuple[Rule, ...] = (
 def check_architecture_is_megatrons(config: Config) -> None:
     """Check that Megatron-Core has the model's architecture, if a local ``config.json`` names it."""
     model_type = (model_sizes.read_model_config(config.policy) or {}).get("model_type")
-    if model_type not in (None, *families.MEGATRON, *families.MEGATRON_VISION):
-        sees = model_type in vision_families.VISION
-        supported = ", ".join(families.MEGATRON_VISION if sees else families.MEGATRON)
-        text = f"true, but Megatron-Core trains {supported}{' with images' if sees else ''} here, not {model_type}"
+    if model_type not in (None, *families.MEGATRON) and families.is_text_only(config.policy):
+        text = f"true, but Megatron-Core trains {', '.join(families.MEGATRON)} here, not {model_type}"
         raise InvalidValue(f"{KEY}.enabled", text)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import listed, nearest
-from tandem.config.models.families import VLLM_SEEING
+from tandem.config.models.families import MEGATRON_VISION, VLLM_SEEING
 from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, ProblemCollector, Rule, restrict_to_rollouts, shown
 from tandem.config.schema import Config, ModelConfig
-from tandem.config.schema.environments import ARGUMENTS, IMAGE_ENVIRONMENTS, RewardFunctionConfig
+from tandem.config.schema.environments import ARGUMENTS, FUNCTION_ENVIRONMENTS, RewardFunctionConfig
 from tandem.config.schema.megatron import MegatronCfg
 from tandem.config.schema.policy import DtensorCfg
 
@@ -30,7 +30,7 @@ def check_functions_score(config: Config) -> None:
     """Check the functions of the environments for images that the run uses."""
     for name in config.environments:
         entry = config.env.get(name)
-        if entry is not None and name in IMAGE_ENVIRONMENTS and not entry.is_custom and entry.judge is None:
+        if entry is not None and name in FUNCTION_ENVIRONMENTS and not entry.is_custom and entry.judge is None:
             read_reward_functions(name, entry.reward_functions)
 
 
@@ -89,6 +89,15 @@ def check_no_ranks_share_images(config: Config) -> None:
             text = f"true, which with a plan for a vision model ({plan}) is not built"
             problems.found.append(InvalidValue(f"{name}.sequence_parallel", text))
     problems.complain()
+
+
+def check_megatron_trains_it_with_images(config: Config) -> None:
+    """Check that Megatron-Core, where it trains, has the architecture of a vision model."""
+    family = family_of(config.policy)
+    if config.policy.megatron_cfg.enabled and family is not None and family.model_type not in MEGATRON_VISION:
+        supported = ", ".join(MEGATRON_VISION)
+        text = f"true, but Megatron-Core trains {supported} with images here, not {family.model_type}"
+        raise InvalidValue("policy.megatron_cfg.enabled", text)
 
 
 def check_first_stage_has_layers_of_images(config: Config) -> None:
@@ -190,6 +199,7 @@ def _list_models(config: Config) -> Iterator[tuple[str, ModelConfig]]:
 
 
 RULES: tuple[Rule, ...] = (
+    check_megatron_trains_it_with_images,
     check_no_ranks_share_images,
     check_first_stage_has_layers_of_images,
     check_images_of_other_models,

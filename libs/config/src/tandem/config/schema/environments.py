@@ -110,8 +110,8 @@ ARGUMENTS = {
     "bbox_giou": ("giou_penalty_thres", "answer_tag"),
 }
 """Arguments that each function has."""
-IMAGE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco", "vlm")
-"""Built-in environments that score by such functions."""
+FUNCTION_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco", "vlm")
+"""Built-in environments that score by such functions, responses about images."""
 
 
 class VerifiersConfig(ConfigSection, frozen=True, kw_only=True):

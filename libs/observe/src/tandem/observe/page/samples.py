@@ -18,9 +18,9 @@ import msgspec
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
+from tandem.observe.page.thumbnails import later_in
 from tandem.observe.page.worker import PageWorker
 from tandem.observe.shown_rows import MODULE, RowsAnswer, RowsRequest, RunRows
-from tandem.samples.markers import marked_in
 
 if TYPE_CHECKING:  # Arrow is slow to import
     from tokenizers import Tokenizer
@@ -136,7 +136,7 @@ def read_sample(
                 recorded = trainer_logprobs(run, step, run_id) if purpose == "train" else {}
                 logprobs_T = recorded.get((group, number))
                 trainer = None if logprobs_T is None else logprobs_T.tolist()
-                return _row(sample) | {"tokens": _tokens(sample, trainer, models)} | _later_images(sample)
+                return _row(sample) | {"tokens": _tokens(sample, trainer, models)} | later_in(sample)
     raise SamplesError(f"{run} has no recorded sample {number} of group {group} of step {step}, for {purpose}")
 
 
@@ -170,15 +170,6 @@ def _row(sample: RecordedSample) -> dict[str, Any]:
         "prompt": sample.prompt,
         "advantage": sample.advantage,
     }
-
-
-def _later_images(sample: RecordedSample) -> dict[str, Any]:
-    """Return the digests of the images after the prompt, where there are any: answers of the environment's."""
-    if "image_digests_IX" not in sample.arrays.columns:
-        return {}
-    digests = [digest.tobytes().hex() for digest in sample.arrays.image_digests_IX]
-    later = dict.fromkeys(digests[len(marked_in(sample.prompt)) :])
-    return {"later_images": [*later]} if later else {}
 
 
 def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Sequence[str]) -> list[SampleToken]:

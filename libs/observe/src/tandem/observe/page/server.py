@@ -31,7 +31,7 @@ from tandem.observe.exporters.nvml import GpuUse, use_nvml
 from tandem.observe.page import address, samples, series
 from tandem.observe.page.reader import RecordMark, RunReader
 from tandem.observe.page.security import PageGuard, error
-from tandem.observe.page.thumbnails import ImageThumbnails
+from tandem.observe.page.thumbnails import RunThumbnails
 from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 from tandem.observe.run_folder.live import LIVE_NAME
 from tandem.observe.shown_rows import RowsRequest
@@ -111,7 +111,7 @@ _MOST_POINTS = 10_000
 _MOST_ROWS = 1000
 _MOST_NAMES = 200
 _MOST_STEPS = 200
-_OF_PICTURE = {
+_OF_THUMBNAIL = {
     "Content-Security-Policy": "default-src 'none'; sandbox",  # should a browser be sent there, nothing in it runs
     "Cache-Control": "private, max-age=3600, immutable",
 }
@@ -193,7 +193,7 @@ Answer = Callable[[PageRun, Request], Any]
 
 
 def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) -> Starlette:
-    """Return the program for these run folders; its state has the `RunsWatch` of its streams, its `ImageThumbnails` and
+    """Return the program for these run folders; its state has the `RunsWatch` of its streams, its `RunThumbnails` and
     `PageRows` to close.
 
     Raises `RunFolderError` for a folder that cannot be read.
@@ -202,7 +202,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     rows = samples.PageRows()
     runs = [PageRun(folder, gpus, rows) for folder in folders]
     watch = RunsWatch([run.reader for run in runs])
-    thumbnails = ImageThumbnails()
+    thumbnails = RunThumbnails()
 
     def list_runs(request: Request) -> Response:
         return _json([run.reader.summary(index) for index, run in enumerate(runs)])
@@ -213,7 +213,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     def csv_file(request: Request) -> Response:
         return _csv(runs, request)
 
-    def picture(request: Request) -> Response:
+    def thumbnail(request: Request) -> Response:
         index = request.path_params["run"]
         if not index < len(runs):
             return error(404, _no_run(runs, index))
@@ -221,7 +221,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
             png = thumbnails.of(runs[index].reader.folder, request.path_params["digest"])
         except DataError as problem:
             return error(404, str(problem))
-        return Response(png, media_type="image/png", headers=_OF_PICTURE)
+        return Response(png, media_type="image/png", headers=_OF_THUMBNAIL)
 
     of_run = [
         Route(f"/api/runs/{{run:int}}/{path}", functools.partial(_answer, runs, answer)) for path, answer in _ANSWERS
@@ -230,7 +230,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
         routes=[
             Route("/api/runs", _report_errors(list_runs)),
             *of_run,
-            Route("/api/runs/{run:int}/images/{digest:str}", _report_errors(picture)),
+            Route("/api/runs/{run:int}/images/{digest:str}", _report_errors(thumbnail)),
             Route("/api/csv", _report_errors(csv_file)),
             Route("/api/stream", stream),
             Mount("/", StaticFiles(directory=static, html=True, check_dir=False)),

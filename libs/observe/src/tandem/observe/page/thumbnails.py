@@ -6,14 +6,23 @@ first picture that is asked for.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import re
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import DataError
 from tandem.observe.page.worker import PageWorker
+from tandem.samples.batch import list_media
 from tandem.samples.images.store import BoundedCache, ImageFolder
+from tandem.samples.markers import marked_in
+
+if TYPE_CHECKING:
+    from tandem.samples.sample_record import RecordedSample
 
 FOLDER = "images"
 """Folder of a run's images within its own."""
@@ -26,7 +35,7 @@ _MOST_HELD = 1 << 24
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class ImageThumbnails:
+class RunThumbnails:
     """The thumbnails of images by digest. Threads may share it."""
 
     def __init__(self, deadline_s: float = _DEADLINE_S) -> None:
@@ -69,3 +78,22 @@ class ImageThumbnails:
         """End the process."""
         with self._lock:
             self._worker.end()
+
+
+def embed_thumbnails(run: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the thumbnails of the images of samples, each once, as data URIs by digest."""
+    prompts = (image.digest for row in rows for image in marked_in(row["prompt"]))
+    later = (digest for row in rows for digest in row.get("later_images", ()))
+    pictures = {}
+    with contextlib.closing(RunThumbnails()) as thumbnails:
+        for digest in dict.fromkeys([*prompts, *later]):
+            with contextlib.suppress(DataError):
+                png = thumbnails.of(run, digest)
+                pictures[digest] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return {"pictures": pictures}
+
+
+def later_in(sample: RecordedSample) -> dict[str, Any]:
+    """Return the digests of the images after the prompt, where there are any: answers of the environment's."""
+    later = dict.fromkeys(list_media(sample.arrays)[len(marked_in(sample.prompt)) :])
+    return {"later_images": [*later]} if later else {}

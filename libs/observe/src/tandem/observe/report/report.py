@@ -23,18 +23,17 @@ from typing import Any
 import msgspec
 
 from tandem.common import gc_tuning
-from tandem.common.errors import DataError, RunFolderError, SamplesError
+from tandem.common.errors import RunFolderError, SamplesError
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe import page
 from tandem.observe.health import no_progress
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.samples import PURPOSES, read_sample
 from tandem.observe.page.series import Along, CurveSeries, RunCurves
-from tandem.observe.page.thumbnails import ImageThumbnails
+from tandem.observe.page.thumbnails import FOLDER, embed_thumbnails
 from tandem.observe.report import side_by_side
 from tandem.observe.report.panels import PHASES, SECONDS, PanelCurve, ReportPanel, panels_of
 from tandem.observe.timeline import flame, timeline
-from tandem.samples.markers import marked_in
 
 _TITLES = {
     "reward": "mean reward of the training samples",
@@ -231,8 +230,6 @@ def _table(runs: Sequence[side_by_side.ReportRun], rows: Sequence[side_by_side.R
 
 
 _STATIC = Path(page.__file__).parent / "static"
-_IMAGES = "images"
-"""Folder of a run's images; only a vision model has one."""
 _NUM_SAMPLES_SHOWN = 12
 """Most samples of a vision model: of the newest step, and of the newest validation."""
 _NUM_POINTS = 400
@@ -339,9 +336,9 @@ def _data(index: int, run: side_by_side.ReportRun) -> dict[str, Any]:
     curves = RunCurves(reader)
     metrics = curves.names()
     view = timeline(run.folder, _NUM_STEPS, None)
-    pictures: dict[str, Any] = {}
-    if (run.folder / _IMAGES).is_dir():  # of a vision model
-        pictures = samples_with_pictures(reader)
+    samples: dict[str, Any] = {}
+    if (run.folder / FOLDER).is_dir():  # of a vision model
+        samples = samples_with_thumbnails(reader)
     return {
         "summary": msgspec.structs.replace(reader.summary(index), name=run.label, path=run.label),
         "metrics": metrics,
@@ -351,7 +348,7 @@ def _data(index: int, run: side_by_side.ReportRun) -> dict[str, Any]:
         "events": reader.events(0, _NUM_EVENTS),
         "timeline": view,
         "flames": {step.step: flame(run.folder, step.step, reader.step_seconds) for step in view.steps},
-        **pictures,
+        **samples,
     }
 
 
@@ -390,7 +387,7 @@ def _tables(runs: Sequence[side_by_side.ReportRun]) -> list[tuple[str, str, list
 # --- the samples -------------------------------------------------------------------------------------------------
 
 
-def samples_with_pictures(reader: RunReader) -> dict[str, Any]:
+def samples_with_thumbnails(reader: RunReader) -> dict[str, Any]:
     """Return the first samples of the newest step that is recorded, and of the newest validation, with thumbnails.
 
     Nothing for a run without a rollout log.
@@ -401,13 +398,7 @@ def samples_with_pictures(reader: RunReader) -> dict[str, Any]:
             samples[purpose] = _newest(reader, purpose)
     if not samples:
         return {}
-    with contextlib.closing(ImageThumbnails()) as thumbnails:
-        pictures = {}
-        for digest in _digests([row for rows in samples.values() for row in rows]):
-            with contextlib.suppress(DataError):
-                png = thumbnails.of(reader.folder, digest)
-                pictures[digest] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    return {"samples": samples, "pictures": pictures}
+    return {"samples": samples, **embed_thumbnails(reader.folder, [row for rows in samples.values() for row in rows])}
 
 
 def _newest(reader: RunReader, purpose: Any) -> list[dict[str, Any]]:
@@ -420,10 +411,3 @@ def _newest(reader: RunReader, purpose: Any) -> list[dict[str, Any]]:
     places = [(selection.step, sample.scored.group, sample.scored.sample) for sample in selection.samples]
     rows = [read_sample(reader.folder, place, purpose, run_id, models) for place in places]
     return [row | {"tokens": msgspec.to_builtins(row["tokens"]), "purpose": purpose} for row in rows]
-
-
-def _digests(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the images of samples, each once."""
-    prompts = (image.digest for row in rows for image in marked_in(row["prompt"]))
-    later = (digest for row in rows for digest in row.get("later_images", ()))
-    return [*dict.fromkeys([*prompts, *later])]

@@ -111,7 +111,7 @@ def _line(row: Row, question: str, answer: str | None, label: str) -> bytes:
     if row[question] is None:
         raise DataError(f"{label}: {question!r} is None")
     # Only checked here: images among the parts of its messages are read with the row.
-    read_question(f"{label}[{question!r}]", row[question], lambda image: "")
+    read_question(f"{label}[{question!r}]", row[question], lambda _: "")
     reference = None if answer is None else row[answer]
     try:
         return encode_json({**row, QUESTION: row[question], ANSWER: reference}, _plain) + b"\n"

@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
         "--image",
         type=Path,
         action="append",
-        dest="images",
+        dest="shown",
         metavar="PATH",
         help="a picture for the first question, to a vision model; may be given several times",
     )
@@ -49,13 +49,13 @@ def add(commands: Commands) -> None:
 def _chat(arguments: argparse.Namespace) -> int:
     if (arguments.folder is None) == (arguments.url is None):
         raise ConfigError("give the FOLDER of a model, or the --url of a server")
-    images = _images(arguments.images or ())
+    parts = _read_parts(arguments.shown or ())
     if arguments.url is not None:
-        return _talk_to(arguments, arguments.url, token_of(arguments), images)
+        return _talk_to(arguments, arguments.url, token_of(arguments), parts)
     if is_answered_by_the_run(arguments):
         from tandem.serving.client import LiveRun
 
-        return _talk(arguments, LiveRun(arguments.folder).server, images)
+        return _talk(arguments, LiveRun(arguments.folder).server, parts)
     import msgspec
 
     from tandem.common.network import url_of
@@ -67,31 +67,31 @@ def _chat(arguments: argparse.Namespace) -> int:
     with open_port("127.0.0.1", 0, token) as listening:
         print(f"loading {hub.show_reference(serving.model_folder)}", flush=True)
         with launch_server(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
-            return _talk_to(arguments, url_of(listening), token, images)
+            return _talk_to(arguments, url_of(listening), token, parts)
 
 
-def _images(paths: Sequence[Path]) -> list[dict[str, Any]]:
+def _read_parts(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the content parts of files. Raise `ConfigError` for one that is no picture."""
     if not paths:
         return []
-    from tandem.serving.conversation import image_part
+    from tandem.serving.conversation import read_part
 
-    return [image_part(path) for path in paths]
+    return [read_part(path) for path in paths]
 
 
-def _talk_to(arguments: argparse.Namespace, url: str, token: str | None, images: list[dict[str, Any]]) -> int:
+def _talk_to(arguments: argparse.Namespace, url: str, token: str | None, parts: list[dict[str, Any]]) -> int:
     from tandem.serving.client import ChatServer
 
     server = ChatServer(url, token)
-    return _talk(arguments, lambda: server, images)
+    return _talk(arguments, lambda: server, parts)
 
 
-def _talk(arguments: argparse.Namespace, find_server: Callable[[], ChatServer], images: list[dict[str, Any]]) -> int:
+def _talk(arguments: argparse.Namespace, find_server: Callable[[], ChatServer], parts: list[dict[str, Any]]) -> int:
     from tandem.serving.conversation import HELP, ChatSession
 
     model = find_server().choose_model(arguments.model)
     names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
     settings = {name: getattr(arguments, name) for name in names}
     print(f"talking to {model}; {HELP}; Ctrl-C stops an answer", flush=True)
-    ChatSession(find_server, model, arguments.system, settings, images).hold()
+    ChatSession(find_server, model, arguments.system, settings, parts).hold()
     return OK

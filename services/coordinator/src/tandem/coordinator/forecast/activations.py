@@ -8,9 +8,6 @@ arXiv:2307.08691). Tokens go to experts evenly.
 
 Shapes: ``N`` tokens of a micro-batch on this rank, ``M`` of them where sequence parallelism divides them; ``R`` copies
 of tokens at this rank's experts, ``K`` tokens that are scored.
-
-Of towers of images, each term is read from those of Transformers with attention that keeps no scores. How many tokens
-images have is not known before the data is: a prompt has at most as many as it has tokens, so that is what is counted.
 """
 
 from __future__ import annotations
@@ -21,10 +18,8 @@ import re
 import msgspec
 
 from tandem.config import Config
-from tandem.config.models.model_sizes import read_model_config
-from tandem.config.models.vision_families import VISION, list_frozen_prefixes
+from tandem.coordinator.forecast.media import make_measure
 from tandem.coordinator.forecast.sides import ForecastSide
-from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import list_megatron_stages
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import DecoderGeometry, LatentAttention
@@ -36,87 +31,6 @@ _LAYER = re.compile(r"model\.(?:layers|.*\.blocks|.*\.encoder\.layers)\.\d+(?=\.
 """Names of what FSDP2 gathers together: a layer, of the tower too."""
 _NO_FORMS = ("gpt_oss",)
 """Families with layers of other shapes than these."""
-_TOWER_LAYER = {"qwen2_5_vl": (11, 8, 4), "qwen3_vl": (11, 0, 2)}
-"""Sizes of what a layer keeps of a patch: elements and bytes by hidden size, and elements by intermediate size."""
-_LAYER_OF_SIGLIP = (8, 0, 2)
-_ENDS = {"qwen2_5_vl": (4, 4), "qwen3_vl": (4, 0)}
-"""The same of what stands before and behind the layers, for each hidden size."""
-_ENDS_OF_SIGLIP = (1, 0)
-_OF_LEVEL = 3
-"""Elements for each hidden size that a merger of Qwen3-VL's deeper levels keeps."""
-_TOKENS_OF_GEMMA = 256
-
-
-class TowerSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a tower."""
-
-    model_type: str
-    depth: int
-    hidden: int
-    inner: int
-    num_levels: int
-    """Levels beside the last that reach the language model."""
-    patch: int
-    """Elements of a patch's pixels."""
-    patches_per_token: float
-    """Patches that become one image token."""
-
-    def measure_kept(self, num_tokens: float, item: int, *, recomputes: bool) -> float:
-        """Return the bytes that are kept of images with so many tokens, with elements of `item` bytes."""
-        num_patches = num_tokens * self.patches_per_token
-        elements, num_bytes, of_inner = _TOWER_LAYER.get(self.model_type, _LAYER_OF_SIGLIP)
-        layer = (elements * item + num_bytes) * self.hidden + of_inner * item * self.inner
-        elements, num_bytes = _ENDS.get(self.model_type, _ENDS_OF_SIGLIP)
-        elements += _OF_LEVEL * self.num_levels
-        ends = (elements * item + num_bytes) * self.hidden + item * self.patch
-        return num_patches * (self.depth * (item * self.hidden if recomputes else layer) + ends)
-
-
-def tower_of(config: Config, model: ModelShape) -> TowerSizes | None:
-    """Return the tower of a vision model, if it is trained; None otherwise, since then it keeps nothing."""
-    if not model.family or config.policy.adapters is not None:
-        return None
-    family = VISION[model.family]
-    if family.tower_prefix in list_frozen_prefixes(family, config.policy.dtensor_cfg):
-        return None
-    shapes = {
-        tensor.name.removeprefix(family.tower_prefix): tensor.shape
-        for tensor in model.tensors
-        if tensor.name.startswith(family.tower_prefix)
-    }
-    name = "patch_embed.proj.weight" if family.is_qwen else "embeddings.patch_embedding.weight"
-    hidden, *patch = shapes[name]
-    inner = next(shape[0] for name, shape in shapes.items() if name.endswith((".gate_proj.weight", "fc1.weight")))
-    layers = {name.split(".")[-4] for name in shapes if name.endswith(("attn.proj.weight", "self_attn.q_proj.weight"))}
-    return TowerSizes(
-        model_type=model.family,
-        depth=len(layers),
-        hidden=hidden,
-        inner=inner,
-        num_levels=sum(name.startswith("deepstack_merger_list.") and ".linear_fc1.weight" in name for name in shapes),
-        patch=math.prod(patch),
-        patches_per_token=_patches_per_token(config, model, hidden),
-    )
-
-
-def _patches_per_token(config: Config, model: ModelShape, hidden: int) -> float:
-    family = VISION[model.family]
-    shapes = {tensor.name: tensor.shape for tensor in model.tensors}
-    if model.family == "gemma3":
-        num_patches = shapes[f"{family.tower_prefix}embeddings.position_embedding.weight"][0]
-        config_json = read_model_config(config.policy) or {}
-        return num_patches / int(config_json.get("mm_tokens_per_image", _TOKENS_OF_GEMMA))
-    merger = {"qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
-    merged = shapes[family.projector_prefix + merger.get(model.family, "modality_projection.proj.weight")]
-    return merged[1] / hidden
-
-
-def bound_image_tokens(config: Config, num_tokens: float) -> float:
-    """Return how many of the tokens of a micro-batch may stand for images: those of prompts."""
-    longest, generation = config.policy.max_total_sequence_length, config.policy.generation
-    if not config.declaration.rolls_out:
-        return num_tokens
-    return num_tokens * max(0.0, 1.0 - generation.max_new_tokens / longest)
 
 
 class PassMemory(msgspec.Struct, frozen=True):
@@ -127,8 +41,8 @@ class PassMemory(msgspec.Struct, frozen=True):
     """Tensors that are kept for the backward pass."""
     buffers: float
     """Logits, gathered parameters, gradients before they are reduced, and what the present layer computes."""
-    images: float = 0.0
-    """Those that the tower of a vision model keeps."""
+    media: float = 0.0
+    """Those that are kept of what the model takes besides tokens."""
 
 
 def passes(config: Config, trainers: ForecastSide, rank: int) -> list[PassMemory]:
@@ -150,9 +64,7 @@ class _Rank:
         self.policy, self.geometry, self.model = config.policy, geometry, trainers.model.as_text
         self.item = 4 if config.policy.precision == "float32" else 2
         """Bytes of an element in the passes."""
-        self.tower = tower_of(config, trainers.model)
-        self.share_shown = bound_image_tokens(config, 1.0)
-        """Largest share of the tokens that may stand for images."""
+        self.measure_media = make_measure(config, trainers.model)
         self.trains_all = config.policy.adapters is None
         self.has_head_norms = self.model.has_head_norms
         self.num_sequences = config.sequences_per_sample
@@ -170,12 +82,6 @@ class _Rank:
         self.place(trainers.deployment, rank)
 
     tp, cp, cuts_sequences = 1, 1, False
-
-    def images(self, num_tokens: float, *, recomputes: bool) -> float:
-        """Return what the tower keeps of the images among ``N`` tokens."""
-        if self.tower is None:
-            return 0.0
-        return self.tower.measure_kept(self.share_shown * num_tokens, self.item, recomputes=recomputes)
 
     def place(self, deployment: object, rank: int) -> None:
         """Note what the deployment puts on this rank."""
@@ -354,9 +260,9 @@ class _DTensorRank(_Rank):
         end = (item + 4) * self.root + reduced if is_reduced else self.begun
         activations = sum(layer_bytes) + ends
         # Kept activations are gone at the end, when the root's weights are, and its gradients are reduced.
-        images = self.images(num_tokens, recomputes=recomputes)
-        buffers = max(first, then, end - activations - images)
-        return PassMemory("forward and backward passes", activations, buffers, images)
+        media = self.measure_media(num_tokens, self.item, recomputes=recomputes)
+        buffers = max(first, then, end - activations - media)
+        return PassMemory("forward and backward passes", activations, buffers, media)
 
 
 class _MegatronRank(_Rank):
@@ -412,5 +318,6 @@ class _MegatronRank(_Rank):
         works = [self.working(layer, num_tokens) for layer in self.layers]
         layer = max(more + work for more, work in zip(recomputed, works, strict=True))
         scored = self.scores(num_tokens, trains=True) if self.is_last else 0.0
-        images = self.in_flight * self.images(num_tokens, recomputes=recomputes) if self.is_first else 0.0
-        return PassMemory("forward and backward passes", activations, max(layer, scored) + 2 * hidden, images)
+        num_media = self.in_flight if self.is_first else 0
+        media = num_media * self.measure_media(num_tokens, self.item, recomputes=recomputes)
+        return PassMemory("forward and backward passes", activations, max(layer, scored) + 2 * hidden, media)

@@ -8,8 +8,8 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
 from tandem.config.schema.columns import Model
+from tandem.coordinator.forecast import media
 from tandem.coordinator.forecast.activations import PassMemory, passes
 from tandem.coordinator.forecast.sides import ForecastSide, model_shape, training
 from tandem.observe.exporters.nvml import use_nvml
@@ -229,7 +229,7 @@ def _of_rank(
 
 
 def _phase_of(pass_memory: PassMemory, resident: Bytes, name: str = "") -> StepPhase:
-    temporary = {"activations": pass_memory.activations, "images": pass_memory.images, "buffers": pass_memory.buffers}
+    temporary = {"activations": pass_memory.activations, media.TITLE: pass_memory.media, "buffers": pass_memory.buffers}
     return StepPhase(name or pass_memory.name, resident | temporary)
 
 
@@ -299,20 +299,11 @@ def _measure_resident(config: Config, trainers: ForecastSide, rank: int) -> tupl
 def _weights(config: Config, side: ForecastSide, rank: int) -> tuple[int, int, int, int]:
     """Return the bytes of a rank's weights: those of the rest, of experts, of adapters, and frozen ones."""
     sizes = [0, 0, 0, 0]
-    family = VISION.get(side.model.family)
-    frozen = () if family is None else list_frozen_prefixes(family, config.policy.dtensor_cfg)
-    is_megatron = config.policy.megatron_cfg.enabled
+    is_frozen = media.find_frozen(config, side.model)
     for storage in side.deployment.look_up_parameters(side.model, rank).storages:
         kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
-        name = _as_seeing(storage.name, family) if family is not None and is_megatron else storage.name
-        sizes[3 if frozen and name.startswith(frozen) else kind] += storage.num_bytes
+        sizes[3 if is_frozen(storage.name) else kind] += storage.num_bytes
     return sizes[0], sizes[1], sizes[2], sizes[3]
-
-
-def _as_seeing(name: str, family: VisionFamily) -> str:
-    """Return a name of Megatron-Core's as Transformers would begin it; an output layer of its own is in no part."""
-    suffix = name.removeprefix("tower.")
-    return suffix if suffix != name or name.startswith("output_layer.") else family.language_prefix
 
 
 def size_of_gpu() -> float | None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.coordinator.forecast import activations, plan_ages, sides
+from tandem.coordinator.forecast import media, plan_ages, sides
 from tandem.coordinator.forecast import plan_json as outline
 from tandem.coordinator.forecast.memory import BesideModel, columns, describe_beside_models, memory_of, size_of_gpu
 from tandem.coordinator.forecast.transfers import SHARE, DifferenceForecast, RefitForecast, is_on_gpus, predict
@@ -144,9 +144,8 @@ def _print_memory(
         sizes = [*(phase.parts.get(name, 0.0) for name in names), phase.num_bytes]
         table.add_row(phase.name, *(f"{size / 1e9:,.2f}" for size in sizes))
     console.print(table)
-    if any(phase.parts.get("images") for phase in memory.phases):
-        share = activations.bound_image_tokens(config, 1.0)
-        console.print(f"  images: as if all tokens of prompts stood for some, {share:.0%} of a micro-batch's")
+    for line in media.describe_bound(config, names):
+        console.print(f"  {line}")
     size = size_of_gpu()
     if size is not None and not location and peak.num_bytes > size:
         console.print(f"  [bold red]more than a GPU here has: {size / 1e9:,.1f} GB[/]")

@@ -19,7 +19,7 @@ from tandem.refit.adapters.catalogue import ModelShape, make_shape, read_shape
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import FAMILIES
-from tandem.refit.adapters.huggingface import is_of_tower
+from tandem.refit.adapters.huggingface import is_outside_language
 from tandem.refit.adapters.megatron import Megatron, linear_layers
 from tandem.refit.adapters.vllm import Vllm
 
@@ -79,7 +79,7 @@ def _add_adapters(config: Config, model: ModelShape) -> ModelShape:
         names = lora.choose_layers(list(parts), policy.adapters, "policy.megatron_cfg.peft")
         adapted = model.add_adapters([layer for name in names for layer in parts[name]], dim, policy.precision)
     else:
-        names = [tensor.name for tensor in model.tensors if not is_of_tower(tensor.name)]
+        names = [tensor.name for tensor in model.tensors if not is_outside_language(tensor.name)]
         linear = [name.removesuffix(".weight") for name in names if _LINEAR.search(name)]
         fused: dict[str, list[str]] = {}
         for name in names:

@@ -135,7 +135,7 @@ class DTensor(deployment.ParallelDeployment, frozen=True):
             return ((4, 0), (3, 0)) if self.expert > 1 else ((1, 0),)
         is_adapter = lora.is_adapter(name)
         of = f"{lora.find_layer(name)}.weight" if is_adapter else name
-        dim = None if huggingface.is_of_tower(name) else self.plan.get(".".join(of.rsplit(".", 2)[-2:]))
+        dim = None if huggingface.is_outside_language(name) else self.plan.get(".".join(of.rsplit(".", 2)[-2:]))
         if is_adapter and dim != (0 if name.endswith(lora.B) else 1):
             dim = None
         if dim is not None and dim >= len(shape):

@@ -21,7 +21,7 @@ from tandem.refit.layout import Box, Layout, LayoutBuilder, LayoutPiece, Tensor,
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
-_OF_TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|connector|multi_modal_projector)\.")
+_OUTSIDE_LANGUAGE = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|connector|multi_modal_projector)\.")
 _FUSED = re.compile(r"^(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(\.lora_[AB]\.weight)?$")
 
 
@@ -92,12 +92,12 @@ def _list_fused(model: catalogue.ModelShape) -> Iterator[Parameter]:
                 yield Parameter(f"{prefix}{name}.{kind}", (experts.num_experts, num_rows, shape[1]), adapter, of_layer)
 
 
-def is_of_tower(name: str) -> bool:
+def is_outside_language(name: str) -> bool:
     """Return whether a parameter is of the tower that turns images into features, or of its projector.
 
     Names in memory begin with ``model.``; some in checkpoints do not.
     """
-    return _OF_TOWER.match(name) is not None
+    return _OUTSIDE_LANGUAGE.match(name) is not None
 
 
 class HuggingFace(deployment.ParallelDeployment, frozen=True):

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from tandem.common.messages import Problem
-from tandem.config.schema.environments import IMAGE_ENVIRONMENTS
+from tandem.config.schema.environments import FUNCTION_ENVIRONMENTS
 from tandem.samples.chat_templates import Messages
 
 
@@ -47,7 +47,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     """Reward added to the sample's; a number from -1e12 to 1e12."""
 
 
-HEAVY = ("math", "reasoning_gym", "python_code", *IMAGE_ENVIRONMENTS)
+HEAVY = ("math", "reasoning_gym", "python_code", *FUNCTION_ENVIRONMENTS)
 """Built-in environments that the rollout process does not import: they take a second, may be stuck in C, or wait."""
 RunsIn = Literal["processes", "threads"]
 Reads = Literal["answer", "text"]

@@ -20,9 +20,9 @@ from tandem.common.values import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes
 from tandem.config.checks.vision import read_reward_functions
-from tandem.config.models.vision_families import family_of
+from tandem.config.models.families import is_text_only
 from tandem.config.schema import EnvironmentConfig as Settings
-from tandem.config.schema.environments import IMAGE_ENVIRONMENTS
+from tandem.config.schema.environments import FUNCTION_ENVIRONMENTS
 from tandem.config.threads import count_threads
 from tandem.rollout.environments.environment import (
     BatchEnvironment,
@@ -123,7 +123,7 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
             if is_multi_turn(environment)
             else AnyAnswer(environment, reads_boxes=reads_boxes(config, name))  # type: ignore[arg-type]
         )
-    if is_multi_turn(environment) and family_of(config.policy) is not None:
+    if is_multi_turn(environment) and not is_text_only(config.policy):
         from tandem.rollout.environments.vision import Showing
 
         return Showing(environment, config)  # type: ignore[arg-type, return-value]
@@ -204,7 +204,7 @@ def _built_in_factory(
             from tandem.rollout.environments.several_turns import SlidingPuzzle
 
             return SlidingPuzzle
-        case _ if name in IMAGE_ENVIRONMENTS:
+        case _ if name in FUNCTION_ENVIRONMENTS:
             from tandem.rollout.environments.vision import ImageRewards
 
             return partial(ImageRewards, read_reward_functions(name, settings.reward_functions))

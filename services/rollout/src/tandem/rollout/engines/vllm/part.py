@@ -134,9 +134,7 @@ class WorkerPart:
         self._mask_record = None if vocabulary is None else token_columns.MaskRecord(runner, vocabulary)
         undrawable = runner.vllm_config.additional_config.get(insides.UNDRAWABLE)
         if undrawable is not None:
-            from tandem.rollout.engines.vllm.pictures import forbid
-
-            forbid(runner.get_model(), undrawable)
+            _forbid(runner.get_model(), undrawable)
         self._digest: DigestTask | VersionDigest | None = None
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -297,3 +295,16 @@ def _give_back(address: int, num_bytes: int) -> None:
     advise(*pages, mmap.MADV_HUGEPAGE)
     if advise(*pages, mmap.MADV_DONTNEED):
         raise OSError(ctypes.get_errno(), "the memory of the key-value cache cannot be given back")
+
+
+def _forbid(model: Any, token_ids: Sequence[int]) -> None:
+    """Have a model of vLLM's take all probability from tokens that are never drawn, before tokens are drawn."""
+    compute_logits = model.compute_logits
+
+    def compute(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        logits_NV: torch.Tensor | None = compute_logits(*args, **kwargs)
+        if logits_NV is not None:  # only the worker that draws has them
+            logits_NV[:, token_ids] = -torch.inf
+        return logits_NV
+
+    model.compute_logits = compute

@@ -182,19 +182,6 @@ def places_of(request: SequenceRequest, image_token_id: int) -> list[Any]:
     return places
 
 
-def forbid(model: Any, token_ids: Sequence[int]) -> None:
-    """Have a model of vLLM's take all probability from tokens that stand for images, before tokens are drawn."""
-    compute_logits = model.compute_logits
-
-    def compute(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        logits_NV: torch.Tensor | None = compute_logits(*args, **kwargs)
-        if logits_NV is not None:  # only the worker that draws has them
-            logits_NV[:, token_ids] = -torch.inf
-        return logits_NV
-
-    model.compute_logits = compute
-
-
 def serve(name: str) -> None:
     """Have vLLM, in this process, take images of a family as `prepared` makes them. Raises `ModelError`."""
     if name not in VLLM_SEEING:
