@@ -153,13 +153,10 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
-    arrays, schema = samples[0].arrays.columns, SCHEMA
-    has_roles = bool(samples[0].scored.role_rewards)
-    has_media, has_masks = MEDIA[0] in arrays, MASKS[0] in arrays
-    if has_roles or has_media or has_masks:
-        schema = schema_with(
-            {MEDIA_COLUMN: has_media, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles}
-        )
+    arrays, has_roles = samples[0].arrays.columns, bool(samples[0].scored.role_rewards)
+    optional = {MEDIA_COLUMN: MEDIA[0] in arrays, SAMPLING_MASKS: MASKS[0] in arrays}
+    optional |= dict.fromkeys((ROLES, ROLE_REWARDS), has_roles)
+    schema = schema_with(optional) if any(optional.values()) else SCHEMA
     offsets = pa.array([0, *accumulate(map(len, map(_READ["token_ids"], samples)))], pa.int32())
     columns = []
     for field in schema:

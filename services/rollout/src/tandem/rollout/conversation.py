@@ -18,7 +18,7 @@ from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import UnscoredResponse
 from tandem.samples import chat_templates, sampling_masks
-from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch, media_columns
+from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch
 from tandem.samples.routed_experts import RoutedExperts
 
 FinishReason = Literal["stop", "length", "turns"]
@@ -50,10 +50,8 @@ class SampleConversation:
         self.reward = 0.0
         """Sum of the rewards of the turns so far."""
         self._token_ids: list[int] = list(group.prompt_ids)
-        self._media = None if group.media is None else list(group.media)
-        """Media of the prompt and of the environment's replies; None if the model takes text alone."""
-        self._before_answer = (0, 0, 0)
-        """Messages, tokens and media before the environment's last reply."""
+        self._before_answer = (0, 0)
+        """Messages and tokens before the environment's last reply."""
         self._num_made = 0
         self._cut_off = False
         """Whether the last response ran into a limit."""
@@ -80,7 +78,6 @@ class SampleConversation:
             prompt_ids=tuple(self._token_ids),
             sampling=sampling,
             seed=turn_seed(self.group.seeds[self.sample], self.num_turns),
-            media=tuple(self._media or ()),
         )
 
     def add_response(self, completion: EngineCompletion, message: Mapping[str, Any]) -> None:
@@ -99,20 +96,19 @@ class SampleConversation:
         self._parts.append((completion.token_ids_T, mask_T, completion.logprobs_T, completion.versions_T))
 
     def add_answer(self, messages: chat_templates.Messages, token_ids: list[int], media: Media | None = None) -> None:
-        """Append the environment's reply, as the tokens that lead from the last response to the next one."""
-        self._before_answer = (len(self.messages), len(self._token_ids), len(self._media or ()))
-        if self._media is not None:
-            self._media += media or ()
+        """Append the environment's reply, as the tokens that lead from the last response to the next one.
+
+        `media` are those of the reply, in `tandem.rollout.media.MediaConversation`.
+        """
+        self._before_answer = (len(self.messages), len(self._token_ids))
         self.messages += messages
         self._token_ids += token_ids
         self._parts.append(_lay_out_given(token_ids))
 
     def take_back_answer(self) -> None:
         """Forget the environment's last reply: it has media that cannot be read, by trainers neither."""
-        num_messages, num_tokens, num_media = self._before_answer
+        num_messages, num_tokens = self._before_answer
         del self.messages[num_messages:], self._token_ids[num_tokens:], self._parts[-1]
-        if self._media is not None:
-            del self._media[num_media:]
 
     def finish(
         self,
@@ -156,7 +152,6 @@ class SampleConversation:
             versions_T=versions_T,
             **({} if self._experts is None else self._experts.make_columns(self._routed, self.num_tokens)),
             **(sampling_masks.mask_columns(self.num_tokens, self._masks) if self._keeps_masks else {}),
-            **({} if self._media is None else media_columns([tuple(self._media)])),
         )
         return sample, arrays
 

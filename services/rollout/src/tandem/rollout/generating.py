@@ -33,6 +33,7 @@ from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.outcomes import UnscoredResponse, beyond_in_sum
 from tandem.rollout.environments.scorer import RunEnvironments
+from tandem.rollout.media import MediaConversation
 from tandem.rollout.parts import RolloutParts
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets.tools import tools_in
@@ -122,9 +123,10 @@ class RunningGeneration:
         self.conversations: dict[int, SampleConversation] = {}
         """Unfinished samples by number, which is also the number of their request."""
         for group in command.groups:
+            kind = SampleConversation if group.media is None else MediaConversation
             for sample in range(len(group.seeds)):
                 number = first_number + len(self.conversations)
-                self.conversations[number] = SampleConversation(group, sample, experts, keeps_masks=keeps_masks)
+                self.conversations[number] = kind(group, sample, experts, keeps_masks=keeps_masks)
         self.num_samples = len(self.conversations)
         self.num_tokens = 0
         self.seconds = {"generation": 0.0, "rewards": 0.0}
@@ -186,7 +188,6 @@ class RunningGenerations:
     def _check(self, command: Generate) -> None:
         """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
         longest, numbers = self._config.policy.max_total_sequence_length, set[int]()
-        explain = self._parts.tokenizer.explain_wrong_media
         for index, group in enumerate(command.groups):
             highest, size = max(group.prompt_ids), len(group.prompt_ids)
             field = f"Generate.groups[{index}].prompt_ids"
@@ -194,13 +195,19 @@ class RunningGenerations:
                 raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
             if size >= longest:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
-            if (self._takes_media or group.media) and (wrong := explain(group.prompt_ids, group.media or ())):
-                raise WireError(f"Generate.groups[{index}].images: {wrong}")
+            if self._takes_media or group.media:
+                self._check_media(index, group)
             if self._parts.environments is not None and group.environment not in self._parts.environments.of:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
             if group.group in numbers:
                 raise WireError("Generate.groups: a group is there twice")
             numbers.add(group.group)
+
+    def _check_media(self, index: int, group: PromptGroup) -> None:
+        """Raise `WireError` for a prompt with other media than its tokens say."""
+        wrong = self._parts.tokenizer.explain_wrong_media(group.prompt_ids, group.media or ())
+        if wrong is not None:
+            raise WireError(f"Generate.groups[{index}].images: {wrong}")
 
     def _give_up(self, command_ids: list[int]) -> None:
         """Stop generations that the coordinator no longer awaits; whole groups of their samples stay."""

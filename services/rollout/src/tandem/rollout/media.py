@@ -5,14 +5,53 @@ Images are the only kind. What reads them is imported only for a model that take
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from tandem.common.messages import Media, SampleScored, SamplingParameters
 from tandem.config import Config
+from tandem.rollout.conversation import SampleConversation
+from tandem.rollout.engine import SequenceRequest
+from tandem.samples import chat_templates
+from tandem.samples.batch import SampleBatch, media_columns
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.rollout.engines.factory import EngineMedia
     from tandem.rollout.openai_api.images import RequestImages
+
+
+class MediaConversation(SampleConversation):
+    """One sample of a prompt group of a model that takes more than text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Begin with the prompt, as any conversation does."""
+        super().__init__(*args, **kwargs)
+        self._media = [*(self.group.media or ())]
+        """Media of the prompt and of the environment's replies."""
+        self._num_before_answer = 0
+        """Media before the environment's last reply."""
+
+    def request(self, request_id: int, sampling: SamplingParameters) -> SequenceRequest:
+        """Return the request to the engine for the next response."""
+        return msgspec.structs.replace(super().request(request_id, sampling), media=tuple(self._media))
+
+    def add_answer(self, messages: chat_templates.Messages, token_ids: list[int], media: Media | None = None) -> None:
+        """Append the environment's reply, with its media."""
+        super().add_answer(messages, token_ids, media)
+        self._num_before_answer = len(self._media)
+        self._media += media or ()
+
+    def take_back_answer(self) -> None:
+        """Forget the environment's last reply: it has media that cannot be read, by trainers neither."""
+        super().take_back_answer()
+        del self._media[self._num_before_answer :]
+
+    def finish(self, *args: Any, **kwargs: Any) -> tuple[SampleScored, SampleBatch]:
+        """Return the finished sample, as any conversation does, with the columns of its media."""
+        sample, arrays = super().finish(*args, **kwargs)
+        return sample, arrays.replace(**media_columns([tuple(self._media)]))
 
 
 def keep_received(config: Config, tokenizer: Tokenizer) -> RequestImages | None:

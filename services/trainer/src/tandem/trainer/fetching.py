@@ -18,13 +18,15 @@ import msgspec
 import numpy as np
 
 from tandem.common import messages
-from tandem.common.errors import WireError
+from tandem.common.errors import DataError, WireError
 from tandem.common.keys import KeyPair
 from tandem.common.wire import Arrays, CallerConnections, Frames, MessageCodec, encode
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
+from tandem.launch.service import ServiceContext
 from tandem.samples import batch_sharding, routed_experts, sampling_masks
-from tandem.samples.batch import MASKS, SAMPLES, Int32s, Int64s, SampleBatch
+from tandem.samples.batch import MASKS, SAMPLES, TOKENS, Int32s, Int64s, SampleBatch
+from tandem.samples.media import make_media_fetcher
 from tandem.trainer.media import find_media_format
 from tandem.trainer.micro_batches import MediaFormat
 
@@ -67,6 +69,15 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.masks is not None:
             max_tokens = min(max_tokens, _MAX_REPLY_BYTES // (4 * self.masks.bitmap_words))
         return max_tokens if self.experts is None else min(max_tokens, _MAX_REPLY_BYTES // self.experts.num_bytes)
+
+    def read_tokens(self, frames: Arrays, num_valid_S: Int32s) -> SampleBatch:
+        """Return sequences that were not generated. Raises `WireError` unless they are possible."""
+        names = TOKENS if self.media is None else (*TOKENS, *self.media.names)
+        samples = SampleBatch.parse_frames(frames, names, may_be_empty=True)
+        samples.check_tokens(self.vocabulary, num_valid_S)
+        if self.media is not None:
+            self.media.check(samples)
+        return samples
 
     def nothing(self) -> SampleBatch:
         """Return no sample."""
@@ -169,6 +180,12 @@ class SampleFetcher:
             return None, {keys[int(rows[place])][0]: reason for place, reason in differing.items()}
         return samples, {}
 
+    def begin(self, media_at: messages.Listener | None, coordinator: str) -> None:
+        """Take the coordinator's listener for media, which text has not."""
+
+    def complete(self, samples: SampleBatch, timeout_s: float) -> None:
+        """Have in the run's folder what samples that came with a command refer to: nothing. Raises `DataError`."""
+
     def clear(self) -> None:
         """Forget the fetched samples."""
         self._kept.clear()
@@ -229,6 +246,40 @@ class SampleFetcher:
         if not inquiry.is_done and (frames is None or inquiry.num_taken > num_taken):
             assert self._callers is not None, "it was heard over them"
             self._callers.send(name, inquiry.request())
+
+
+class MediaSampleFetcher(SampleFetcher):
+    """Fetches a rank's training samples, and the media that the run's folder lacks here."""
+
+    def __init__(self, context: ServiceContext, sample_format: SampleFormat) -> None:
+        """Take the process and the format of its samples."""
+        super().__init__(context.run_id, sample_format, context.keys)
+        self._media = make_media_fetcher(context.config, context.name, context.run_id, context.keys)
+
+    def fetch(
+        self, step: int, table: SampleBatch, rows: Int64s, sources: Mapping[str, messages.Listener], timeout_s: float
+    ) -> tuple[SampleBatch | None, dict[str, str]]:
+        """Return these rows of the table as `SampleFetcher` does, or why their media are missing."""
+        samples, missing = super().fetch(step, table, rows, sources, timeout_s)
+        if samples is not None:
+            missing = self._media.fetch_batch(samples, sources, timeout_s)
+        return None if missing else samples, missing
+
+    def begin(self, media_at: messages.Listener | None, coordinator: str) -> None:
+        """Take the coordinator's listener for media; its host is that of `coordinator`, its own address."""
+        self._media.begin(media_at, coordinator)
+
+    def complete(self, samples: SampleBatch, timeout_s: float) -> None:
+        """Have the media of samples in the run's folder. Raises `DataError`."""
+        for reason in self._media.fetch_batch(samples, {}, timeout_s).values():
+            raise DataError(reason)
+
+
+def make_fetcher(context: ServiceContext, sample_format: SampleFormat) -> SampleFetcher:
+    """Return the fetcher of a rank's samples, by what its model takes."""
+    if sample_format.media is None:
+        return SampleFetcher(context.run_id, sample_format, context.keys)
+    return MediaSampleFetcher(context, sample_format)
 
 
 class _Inquiry:

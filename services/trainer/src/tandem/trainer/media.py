@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from tandem.config import Config
 from tandem.config.models.families import is_text_only
-from tandem.samples.batch import MEDIA, SampleBatch
 from tandem.trainer.micro_batches import MediaFormat
 
 
@@ -18,8 +17,3 @@ def find_media_format(config: Config) -> MediaFormat | None:
     from tandem.trainer.batching.images import ImageFormat
 
     return ImageFormat.of(config)
-
-
-def media_of(samples: SampleBatch, config: Config) -> MediaFormat | None:
-    """Return the format of the media of samples; None where they have none. Raises `ModelError`."""
-    return find_media_format(config) if MEDIA[0] in samples.columns else None

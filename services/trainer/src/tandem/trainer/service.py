@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning, memory, messages, numeric, wire
-from tandem.common.errors import DataError, WireError
+from tandem.common.errors import WireError
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.config.placement import find_model_group
 from tandem.launch.service import ServiceContext
-from tandem.samples.batch import TABLE, TOKENS, SampleBatch, is_of_table
+from tandem.samples.batch import TABLE, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import NO_RANK, data_parallel_ranks
-from tandem.samples.media import MediaFetcher, make_media_fetcher
 from tandem.trainer import building, fetching, step
 from tandem.trainer.backend import CheckpointWriting, TrainerBackend
 from tandem.trainer.rank_time import measured
@@ -88,12 +87,8 @@ class TrainerService:
         self._store: TCPStore | None = None
         """The store at which ranks meet, if this one has opened it."""
         self._parts: building.TrainerParts | None = None
-        sample_format = fetching.SampleFormat.of(context.config)
-        self._media = sample_format.media
-        self._fetcher = fetching.SampleFetcher(context.run_id, sample_format, context.keys)
-        self._media_fetcher: MediaFetcher | None = None
-        if self._media is not None:
-            self._media_fetcher = make_media_fetcher(context.config, context.name, context.run_id, context.keys)
+        self._format = fetching.SampleFormat.of(context.config)
+        self._fetcher = fetching.make_fetcher(context, self._format)
         self._version = 0
         self._memory = memory.MemoryMeter()
         self._saving = SavingReplies(context)
@@ -187,16 +182,10 @@ class TrainerService:
         rank_table = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if not is_of_table(name)}
-            names = TOKENS if self._media is None else (*TOKENS, *self._media.names)
-            samples = SampleBatch.parse_frames({"lengths_S": rank_table.lengths_S, **tokens}, names, may_be_empty=True)
-            samples.check_tokens(self._vocabulary, rank_table.num_valid_S)
-            if self._media is not None:
-                self._media.check(samples)
+            samples = self._format.read_tokens({"lengths_S": rank_table.lengths_S, **tokens}, rank_table.num_valid_S)
         except WireError as error:
             raise WireError(f"{type(command).__name__}.{error}") from error
-        if self._media_fetcher is not None:
-            for reason in self._media_fetcher.fetch_batch(samples, {}, _FETCH_SHARE * command.deadline_s).values():
-                raise DataError(reason)
+        self._fetcher.complete(samples, _FETCH_SHARE * command.deadline_s)
         return rank_table.replace(**tokens, generation_logprobs_T=np.zeros(len(samples.token_ids_T), dtype=np.float32))
 
     def _built(self) -> building.TrainerParts:
@@ -216,8 +205,7 @@ class TrainerService:
 
     @gc_tuning.pause_collection()
     def _build(self, command: messages.BuildTrainer) -> None:
-        if self._media_fetcher is not None:
-            self._media_fetcher.begin(command.media_at, self._context.coordinator)
+        self._fetcher.begin(command.media_at, self._context.coordinator)
         self._parts = parts = building.build_parts(self._context, command, self._store, self._model_group)
         assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shards by this number"
         self._version = command.version
@@ -295,9 +283,6 @@ class TrainerService:
         rows, timeout_s = table.rows_of(self._rank), _FETCH_SHARE * command.deadline_s
         with self._context.phase(f"fetching the samples of step {command.step}"):
             samples, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
-            if samples is not None and self._media_fetcher is not None:
-                missing = self._media_fetcher.fetch_batch(samples, command.sources, timeout_s)
-                samples = None if missing else samples
         is_wild = samples is not None and bool((samples.generation_logprobs_T < numeric.LEAST_LOGPROB).any())
         num_lacking, num_wild = self._sum(torch.tensor([int(samples is None), int(is_wild)])).tolist()
         if num_lacking:

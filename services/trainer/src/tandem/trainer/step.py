@@ -29,7 +29,7 @@ from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.common.user_code import named
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
-from tandem.samples.batch import Float32s, SampleBatch
+from tandem.samples.batch import MEDIA, Float32s, SampleBatch
 from tandem.samples.batch_sharding import NO_RANK
 from tandem.trainer.advantages import AdvantageEstimator, ScoredShard
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, TrainerBackend
@@ -37,7 +37,7 @@ from tandem.trainer.batching.shard import RankBatch, unpad_into
 from tandem.trainer.exchange import BatchExchange, RankExchange
 from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.losses.custom import blamed
-from tandem.trainer.media import media_of
+from tandem.trainer.media import find_media_format
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.rank_time import timed
 from tandem.trainer.scorers.columns import Filled, filled_by, score_without_masks, scored_by
@@ -195,7 +195,8 @@ class TrainingStep(RankBatch):
         if exchange is not None or not backend.divides_alike:
             self._exchange = BatchExchange(exchange, backend, table, config)
             samples_of_models = self._exchange.divided(samples)
-        super().__init__(backend, config, table, samples_of_models, media=media_of(samples, config))
+        media = find_media_format(config) if MEDIA[0] in samples.columns else None
+        super().__init__(backend, config, table, samples_of_models, media)
         self.policy_logprobs_T: Float32s | None = None
         """Log-probabilities of the shard's tokens under the policy; None unless a separate pass has computed them."""
         self._whole_logprobs_T: Float32s | None = None

@@ -168,7 +168,7 @@ class BatchShard:
 class RankBatch:
     """A batch on this rank: its table, the shard of each model, and what a step notes of it.
 
-    Rows refer to the whole batch's table.
+    Rows refer to the whole batch's table. `media` is the format of what samples have besides tokens, if they do.
     """
 
     def __init__(
@@ -177,13 +177,9 @@ class RankBatch:
         config: Config,
         table: SampleBatch,
         samples_of_models: Mapping[Model, tuple[SampleBatch, SampleBatch]],
-        *,
         media: MediaFormat | None,
     ) -> None:
-        """Take the table of a batch, and for each model held here a table and its sequences, the policy's first.
-
-        `media` is the format of what samples have besides tokens.
-        """
+        """Take the table of a batch, and for each model held here a table and its sequences, the policy's first."""
         self.backend = backend
         self.config = config
         self.table = table
