@@ -17,6 +17,8 @@ _MARKER = re.compile(r"⟦image ([0-9a-f]{64}) ([1-9][0-9]{0,5})x([1-9][0-9]{0,5
 _IN_FRONT = re.compile(rf"(?:{_MARKER.pattern})+")
 OPENING = "⟦"
 """Character that each marker begins with."""
+IMAGE_FIELDS = ("image", "images")
+"""Fields of rows that may hold images; ``data.image_key`` names another."""
 IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
 """Keys of a content part that hold the image, in the order in which they are looked for."""
 

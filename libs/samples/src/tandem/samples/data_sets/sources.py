@@ -36,7 +36,7 @@ from tandem.samples.data_sets.float_columns import restore_decimals
 from tandem.samples.data_sets.prompts import read_question, rewrite_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
 from tandem.samples.data_sets.sliding_puzzle import make_shuffled, make_solved, render
-from tandem.samples.images.rows import IMAGE_FIELDS, StoredMedia, rows_of, stored_columns
+from tandem.samples.markers import IMAGE_FIELDS
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -162,8 +162,12 @@ def _refuse_images(row_name: str, row: Row, data: DataConfig) -> None:
     for key in IMAGE_FIELDS if data.image_key is None else (data.image_key,):
         value = row.get(key)
         first = value[0] if isinstance(value, list) and value else value
+        if first is None:
+            continue
+        from tandem.samples.images.rows import StoredMedia  # most rows have none
+
         is_image = isinstance(first, bytes | StoredMedia) or (isinstance(first, Mapping) and "bytes" in first)
-        if is_image or (data.image_key is not None and first is not None):
+        if is_image or data.image_key is not None:
             raise DataError(f"{row_name} has an image in {key!r}, but policy.model_name is a text model")
 
 
@@ -276,6 +280,8 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
                 loaded = _load_prepared(name, split, subset, commit)
             else:
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
+        from tandem.samples.images.rows import rows_of, stored_columns  # only datasets of the Hub hold files
+
         columns = stored_columns(loaded)
         read = rows_of(loaded, columns) if columns else loaded
         rows = restore_decimals(read, loaded.features.arrow_schema)

@@ -10,10 +10,8 @@ from tandem.common.errors import DataError
 from tandem.config import Config
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.markers import mark_images, marker
+from tandem.samples.markers import IMAGE_FIELDS, mark_images, marker
 
-IMAGE_FIELDS = ("image", "images")
-"""Fields of rows that may hold images; ``data.image_key`` names another."""
 _PLACEHOLDER = "<image>"
 """Text in a question that says where an image stands, as many data sets have it; without, images stand in front."""
 

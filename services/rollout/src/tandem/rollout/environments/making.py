@@ -19,7 +19,6 @@ from tandem.common.user_code import named
 from tandem.common.values import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes
-from tandem.config.checks.vision import read_reward_functions
 from tandem.config.models.families import is_text_only
 from tandem.config.schema import EnvironmentConfig as Settings
 from tandem.config.schema.environments import FUNCTION_ENVIRONMENTS
@@ -205,6 +204,7 @@ def _built_in_factory(
 
             return SlidingPuzzle
         case _ if name in FUNCTION_ENVIRONMENTS:
+            from tandem.config.checks.vision import read_reward_functions
             from tandem.rollout.environments.vision import ImageRewards
 
             return partial(ImageRewards, read_reward_functions(name, settings.reward_functions))
