@@ -22,12 +22,12 @@ from tandem.common.errors import DataError, WireError
 from tandem.common.keys import KeyPair
 from tandem.common.wire import Arrays, CallerConnections, Frames, MessageCodec, encode
 from tandem.config import Config
+from tandem.config.models.families import is_text_only
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
 from tandem.samples import batch_sharding, routed_experts, sampling_masks
 from tandem.samples.batch import MASKS, SAMPLES, TOKENS, Int32s, Int64s, SampleBatch
 from tandem.samples.media import make_media_fetcher
-from tandem.trainer.media import find_media_format
 from tandem.trainer.micro_batches import MediaFormat
 
 _PATIENCE_S = 5.0
@@ -115,6 +115,15 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if ((table.num_valid_S > 0) & (arrays.num_valid() != table.num_valid_S)).any():
             raise WireError("loss_mask_T: not the numbers of tokens that were announced")
         return arrays
+
+
+def find_media_format(config: Config) -> MediaFormat | None:
+    """Return the format of what a run's samples have besides tokens; None for text alone. Raises `ModelError`."""
+    if is_text_only(config.policy):
+        return None
+    from tandem.trainer.batching.images import ImageFormat  # text runs need none of it
+
+    return ImageFormat.of(config)
 
 
 class SampleFetcher:

@@ -35,9 +35,9 @@ from tandem.trainer.advantages import AdvantageEstimator, ScoredShard
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, TrainerBackend
 from tandem.trainer.batching.shard import RankBatch, unpad_into
 from tandem.trainer.exchange import BatchExchange, RankExchange
+from tandem.trainer.fetching import find_media_format
 from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.losses.custom import blamed
-from tandem.trainer.media import find_media_format
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.rank_time import timed
 from tandem.trainer.scorers.columns import Filled, filled_by, score_without_masks, scored_by
