@@ -182,7 +182,7 @@ def read_rollouts(package: Path, server: Server) -> list[Rollout]:
         response, reward = line.pop("response"), float(line.pop("reward"))
         judgements = {
             each["responses_create_params"]["input"][-1]["content"]: each["response"]
-            for each in line.pop("judge_evaluations", ())
+            for each in line.pop("judge_evaluations", None) or ()
         }
         row = rows.get(question_of(line), {**line, **more})
         row.pop("agent_ref", None)  # some are of other files of settings
