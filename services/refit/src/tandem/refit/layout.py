@@ -187,9 +187,16 @@ class PrivateMemory(msgspec.Struct, frozen=True, tag=True):
     """A storage that only its own process can access, such as an engine's parameters."""
 
 
-Address = SharedMemory | CudaMemory | UnpeeredCudaMemory | PrivateMemory
+class StoreMemory(msgspec.Struct, frozen=True, tag=True):
+    """A storage of which a trainer writes each version to a store (``refit.store``)."""
 
-KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory, UnpeeredCudaMemory)
+    writer: str
+    """Folder of the trainer's versions in the store; no other process, and no later one, writes to it."""
+
+
+Address = SharedMemory | CudaMemory | UnpeeredCudaMemory | PrivateMemory | StoreMemory
+
+KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory, UnpeeredCudaMemory, StoreMemory)
 """Kinds of memory in the order of their codes in tables."""
 
 

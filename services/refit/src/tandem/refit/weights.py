@@ -140,6 +140,11 @@ class Weights:
         """The layout, as that of the only worker."""
         return (self.layout,)
 
+    @property
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the process computes with, by storage."""
+        return self._live or self.storages
+
     def refresh(self) -> None:
         """Copy the live tensors, and return when the copy is complete."""
         assert self._live is not None, "only a copy can be refreshed"

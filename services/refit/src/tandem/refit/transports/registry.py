@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from tandem.common.errors import RefitError, nearest
 from tandem.refit.layout import Address
-from tandem.refit.transports import alias, cuda_ipc, shm, stream
+from tandem.refit.transports import alias, cuda_ipc, shm, store, stream
 from tandem.refit.transports.transport import Route, Transport
 
 TRANSPORTS: dict[str, Transport] = {
     each.name: each
-    for each in (stream.StreamTransport(), shm.ShmTransport(), cuda_ipc.CudaIpc(), alias.AliasTransport())
+    for each in (
+        stream.StreamTransport(),
+        shm.ShmTransport(),
+        cuda_ipc.CudaIpc(),
+        alias.AliasTransport(),
+        store.StoreTransport(),
+    )
 }
 """Transports by name. Tables of a plan store a transport's position in this order as its number."""
 
