@@ -212,6 +212,8 @@ NEW_KEYS = [
     "refit.alias",
     "refit.differences",
     "refit.keep_copy",
+    "refit.store",
+    "refit.store_whole_every",
     "refit.stream",
     "refit.verify",
     "replay",

@@ -338,6 +338,16 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ),
         (["cluster.launch={rollouts: 3}"], "cluster.launch.rollouts: 3 is more than cluster.rollouts (1)"),
         (["cluster.address=here"], "cluster.address: 'here' is not tcp://host:port or tcp://host:*"),
+        (["refit.store=bucket"], "refit.store: 'bucket' is neither s3://BUCKET/FOLDER nor file:///FOLDER"),
+        (["refit.store=s3://"], "refit.store: 's3://' is neither s3://BUCKET/FOLDER nor file:///FOLDER"),
+        (
+            ["refit.store=file://weights"],
+            "refit.store: 'file://weights' is not an absolute path: file:///FOLDER has three slashes",
+        ),
+        (
+            ["refit.store=nowhere://weights"],
+            "refit.store: 'nowhere://weights' needs a client that is not installed: Protocol not known: nowhere",
+        ),
         (["cluster.address=tcp://a:70000"], "cluster.address: 'tcp://a:70000' is not tcp://host:port or tcp://host:*"),
         (
             ["cluster.heartbeat_timeout_s=1.5"],

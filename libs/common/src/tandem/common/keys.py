@@ -12,6 +12,7 @@ Keys are Curve25519 keys in ZeroMQ's text form (Z85). Only the owner can read fi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shlex
 import stat
@@ -85,6 +86,11 @@ def encode(keys: ProcessKeys | RunKeys | AdmittedProcesses) -> bytes:
 def decode_process_keys(text: bytes) -> ProcessKeys:
     """Return the keys that the launching coordinator has passed through `encode`."""
     return msgspec.json.decode(text, type=ProcessKeys)
+
+
+def derive_key(keys: RunKeys, purpose: str) -> bytes:
+    """Return a secret of the run for one purpose; it tells nothing of the keys, nor of those for other purposes."""
+    return hashlib.blake2b(purpose.encode(), key=keys.coordinator.secret.encode(), digest_size=32).digest()
 
 
 def find_key_file(run: Path) -> Path:

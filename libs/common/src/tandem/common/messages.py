@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -118,6 +118,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     a `Welcome` with its own name readmits it: it keeps its memory, and earlier commands are void."""
     config_json: bytes
     """The resolved configuration: `tandem.config.Config` as JSON."""
+    store_key: Annotated[bytes, Meta(max_length=64)] = b""
+    """The run's key for signatures in ``refit.store``; empty without a store."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):

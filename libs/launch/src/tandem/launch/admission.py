@@ -233,6 +233,8 @@ class RunDescription(NamedTuple):
     config_json: bytes
     run_id: str
     heartbeat: HeartbeatSettings
+    store_key: bytes = b""
+    """The run's key for signatures in ``refit.store``."""
 
 
 class RunAdmission:
@@ -295,6 +297,7 @@ class RunAdmission:
             heartbeat_timeout_s=run.heartbeat.timeout_s,
             orphan_timeout_s=run.heartbeat.orphan_timeout_s,
             config_json=run.config_json,
+            store_key=run.store_key,
         )
         self._hub.send(peer, wire.encode(welcome))
         return RegisteredProcess(hello, name, peer, time.monotonic())

@@ -39,6 +39,8 @@ class ServiceContext:
         self.index = welcome.index
         self.run_id = welcome.run_id
         self.config: Config = _read_config(welcome)
+        self.store_key = welcome.store_key
+        """The run's key for signatures in ``refit.store``; empty without one."""
         self._phase = "idle"
         self._heartbeat_s = welcome.heartbeat_interval_s
         self.is_leaving = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar, assert_never
+from typing import Protocol, TypeVar, assert_never
 
 import msgspec
 
@@ -28,6 +28,19 @@ from tandem.refit.transports.sizes import largest_difference
 T = TypeVar("T")
 
 
+class _MakePlan(Protocol):
+    """Either planner: the plain one, or that of ``refit.store``."""
+
+    def __call__(
+        self,
+        sources: Mapping[str, Layout],
+        destinations: Mapping[str, Layout],
+        *,
+        allow_alias: bool,
+        alias_frozen: bool,
+    ) -> planner.TransferPlan: ...
+
+
 class RefitService:
     """The run's weight plane."""
 
@@ -36,6 +49,11 @@ class RefitService:
         self._verify = context.config.refit.verify
         self._rates = context.config.cluster.links
         self._differences = context.config.refit.differences
+        self._make_plan: _MakePlan = planner.plan
+        if context.config.refit.store is not None:
+            from tandem.refit.store import planning  # most runs need none of it
+
+            self._make_plan = planning.plan
         self._sources: dict[str, Layout] = {}
         self._destinations: dict[str, Layout] = {}
         self.version: int | None = None
@@ -66,8 +84,11 @@ class RefitService:
         started = time.perf_counter()
         self._sources = _read(command.sources, layout.decode)
         destinations = _read(command.destinations, layout.decode)
-        reply, self._destinations = _plan_transfers(
-            command, self._sources, destinations, self._rates, self._differences, started
+        plan = self._make_plan(
+            self._sources, destinations, allow_alias=command.allow_alias, alias_frozen=command.alias_frozen
+        )
+        reply, self._destinations = _describe_plan(
+            command, plan, self._sources, self._rates, self._differences, started
         )
         self._context.reply(command.command_id, reply)
 
@@ -118,16 +139,15 @@ def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[st
     return read
 
 
-def _plan_transfers(
+def _describe_plan(
     command: messages.PlanTransfers,
+    plan: planner.TransferPlan,
     sources: Mapping[str, Layout],
-    destinations: Mapping[str, Layout],
     rates: LinkRates,
     differences: str,
     started: float,
 ) -> tuple[messages.TransfersPlanned, dict[str, Layout]]:
     """Return the answer, and the destinations' layouts as they receive, of which digests are."""
-    plan = planner.plan(sources, destinations, allow_alias=command.allow_alias, alias_frozen=command.alias_frozen)
     received = dict(plan.received)
     predicted = cost(plan.links, {**sources, **received}, len(sources), rates)
     reply = messages.TransfersPlanned(

@@ -43,6 +43,10 @@ def _make(context: ServiceContext) -> RunnableService:
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.rollout.service import RolloutService
 
+    if context.config.refit.store is not None:
+        from tandem.rollout.mirroring import MirroringRollout
+
+        return MirroringRollout(context)
     return RolloutService(context)
 
 

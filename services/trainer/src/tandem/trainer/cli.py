@@ -28,6 +28,10 @@ def _make(context: ServiceContext) -> RunnableService:
     # Imported once the process has joined: torch takes seconds, and heartbeats must flow meanwhile.
     from tandem.trainer.service import TrainerService
 
+    if context.config.refit.store is not None:
+        from tandem.trainer.publishing import PublishingTrainer
+
+        return PublishingTrainer(context)
     return TrainerService(context)
 
 

@@ -87,8 +87,27 @@ def silence_outlasts_a_heartbeat(config: Config) -> None:
         )
 
 
+def check_store_has_a_client(config: Config) -> None:
+    """Check that `refit.store` is a URL, of a protocol whose client is installed."""
+    url = config.refit.store
+    if url is None:
+        return
+    protocol, mark, place = url.partition("://")
+    if not (mark and protocol and place.strip("/")):
+        raise InvalidValue("refit.store", f"{shown(url)} is neither s3://BUCKET/FOLDER nor file:///FOLDER")
+    if protocol == "file" and not place.startswith("/"):
+        raise InvalidValue("refit.store", f"{shown(url)} is not an absolute path: file:///FOLDER has three slashes")
+    from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]  # only runs with a store need it
+
+    try:
+        get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        extra = "pip install 'tandem-rl[s3]'" if protocol == "s3" else error
+        raise InvalidValue("refit.store", f"{shown(url)} needs a client that is not installed: {extra}") from error
+
+
 CLUSTER_RULES: tuple[Rule, ...] = (
-    *restrict_to_rollouts(check_has_rollouts, check_generation_fits_its_gpus),
+    *restrict_to_rollouts(check_has_rollouts, check_generation_fits_its_gpus, check_store_has_a_client),
     check_launch_fits_cluster,
     check_rollouts_have_room,
     check_address_can_be_bound,

@@ -311,7 +311,11 @@ class Config(ConfigSection, frozen=True, kw_only=True):
     @cached_property
     def keeps_copy(self) -> bool:
         """Whether trainers keep a copy of their weights for engines to read while they step."""
-        if not self.generates or not self.max_trajectory_age_steps:
+        if not self.generates:
+            return False
+        if self.refit.store is not None:
+            return True  # a version is written beside the next step
+        if not self.max_trajectory_age_steps:
             return False
         if self.refit.keep_copy != "auto":
             return self.refit.keep_copy == "on"

@@ -315,3 +315,11 @@ class RefitConfig(ConfigSection, frozen=True, kw_only=True):
     stream: Literal["group", "tcp"] = "group"
     """New. What carries streamed weights. group: gloo, and NCCL between GPUs; neither authenticates or encrypts. tcp:
     ZeroMQ's TCP connections, which do both; a GPU's weights go through host memory."""
+    store: NonEmptyStr | None = None
+    """New. Where trainers write each version once, for engines to read that would be streamed to otherwise:
+    ``s3://BUCKET/FOLDER``, ``file:///FOLDER``, or whatever else fsspec has a client for; credentials come by that
+    client's own means. Versions are verified like all others. A store that is down holds a refit up, at most for
+    `cluster.deadlines.refit_s`, and once more. null: weights are streamed."""
+    store_whole_every: PositiveInt = 16
+    """New. Most versions in `refit.store` of which each is written as what changed since the one before, and the first
+    whole. It is sooner where the differences come to more than a whole version."""

@@ -20,7 +20,7 @@ import msgspec
 
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, RunFolderError
-from tandem.common.keys import RunKeys, find_key_file, read_run_keys, write_run_keys
+from tandem.common.keys import RunKeys, derive_key, find_key_file, read_run_keys, write_run_keys
 from tandem.common.messages import BuildEngine, BuildTrainer, Listener, RewardServer
 from tandem.config import Config, config_to_json, dump_yaml, make_plain
 from tandem.config.models.families import is_text_only
@@ -481,9 +481,17 @@ def _registry(
 ) -> ProcessRegistry:
     replies = Replies(SampleLimits.of(config), find_first_command_id(opened) - 1)
     expected, run_id = expected_processes(config), opened.journal.run_id
-    max_rollouts = config.cluster.max_rollouts
+    keys = read_run_keys(opened.journal.folder) if config.refit.store else None
     return ProcessRegistry(
-        opened.listening, expected, config_to_json(config), run_id, heartbeat, replies, max_rollouts, known_processes
+        opened.listening,
+        expected,
+        config_to_json(config),
+        run_id,
+        heartbeat,
+        replies,
+        config.cluster.max_rollouts,
+        known_processes,
+        derive_key(keys, "refit.store") if keys else b"",
     )
 
 

@@ -90,10 +90,11 @@ class ProcessRegistry:
         replies: Replies,
         max_rollouts: int | None = None,
         known_processes: KnownProcesses | None = None,
+        store_key: bytes = b"",
     ) -> None:
         """`max_rollouts` is the most engines at once, if the run has any; None sets no limit.
 
-        `known_processes` is kept up to date with the admitted processes.
+        `known_processes` is kept up to date with the admitted processes. `store_key` is told to each process.
         """
         self._known = known_processes
         self._hub = listening.hub
@@ -103,7 +104,7 @@ class ProcessRegistry:
         """Names of all processes that the run has or expects."""
         self._heartbeat = heartbeat
         self._admission = RunAdmission(
-            listening, self.names, known_processes, RunDescription(config_json, run_id, heartbeat)
+            listening, self.names, known_processes, RunDescription(config_json, run_id, heartbeat, store_key)
         )
         self._replies = replies
         self._by_peer: dict[wire.HubPeer, RegisteredProcess] = {}

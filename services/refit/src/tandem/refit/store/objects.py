@@ -24,6 +24,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+URL_VARIABLE = "TANDEM_REFIT_STORE"
+"""Environment variable with the store's URL as an engine's own machine reaches it, in the place of ``refit.store``."""
+
+
 class StoreFailure(RefitError):
     """The store did not do what it was asked for."""
 
@@ -36,7 +40,7 @@ class ObjectStore:
     """Objects by name below a URL. Used by many threads at once."""
 
     def __init__(self, url: str) -> None:
-        """Prepare; nothing is asked of the store. Raises `ConfigError` if its protocol is not installed."""
+        """Prepare; nothing is asked of the store. Raises `ConfigError` if its client is not installed."""
         protocol = url.partition("://")[0]
         try:
             self._files, root = fsspec.core.url_to_fs(url, **_OPTIONS.get(protocol, {}), skip_instance_cache=True)
