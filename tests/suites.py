@@ -99,6 +99,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "slurm": ("tests/slurm",),
     "ray": ("tests/on_ray",),
+    "s3": ("tests/on_s3",),
 }
 """Folders, files and tests of each suite. What is named more closely belongs there and not to the folder's suite."""
 TWICE = ("tests/unit/test_digest_task.py",)

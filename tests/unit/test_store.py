@@ -15,7 +15,6 @@ import msgspec
 import pytest
 import torch
 from lora_harness import CONFIG, LoraRefit
-from store_harness import KEY, RUN, StoreRefit, await_fact, through_folder
 
 from tandem.common.errors import ConfigError
 from tandem.refit.adapters.catalogue import make_shape
@@ -29,6 +28,7 @@ from tandem.refit.store.manifest import DamagedObject, VersionManifest, check_ma
 from tandem.refit.store.mirror import StoreMirror
 from tandem.refit.store.objects import ObjectMissing, ObjectStore
 from tandem.refit.store.publisher import StoreAccess, StorePublisher
+from tests.harness.stores import KEY, RUN, StoreRefit, await_fact, through_folder
 
 FLOAT32, BFLOAT16 = make_shape(CONFIG, "float32"), make_shape(CONFIG, "bfloat16")
 FSDP, REPLICATED = DTensor(shard=3), Megatron(tp=2, dp=2)

@@ -12,8 +12,9 @@ from tests import ci_suites, suites
 from tests.suites import ROOT, SUITES, TWICE
 
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
-ON_REQUEST = {"slurm", "ray"}
-"""The first installs packages of the system, the second takes minutes and a root that makes namespaces."""
+ON_REQUEST = {"slurm", "ray", "s3"}
+"""The first installs packages of the system, the second takes minutes and a root that makes namespaces, the third
+installs forty packages."""
 ONE_OF_TWO = (
     "tests/integration/survival/test_lost_for_cause.py"
     "::test_a_rollout_that_lies_about_its_samples_is_shut_out_by_name_and_replaced"

@@ -43,6 +43,7 @@ TYPED_BY = {
     "refit.md": "test_docs.py",
     "replay.md": "test_docs.py",
     "runs.md": "test_runs_listed.py",
+    "store.md": "test_store_runs.py",
     "tinker.md": "test_tinker.py",
     "training.md": "test_mtp.py",
 }

@@ -10,7 +10,8 @@ from tests.harness.runs import hosts_harness
 from tests.harness.runs.by_hand import assert_same_results, in_folder, refits_of, undisturbed_run
 from tests.harness.runs.held_runs import ENVIRONMENT, HELD, await_hold, go_on, hold
 from tests.harness.runs.hosts_harness import CONFIG, NUM_STEPS, command, on_two_hosts
-from tests.harness.runs.running import Command, joins, merged, wait_until, write_config
+from tests.harness.runs.pages_harness import DOCS, quoted
+from tests.harness.runs.running import Command, coordinator, joins, merged, wait_until, write_config
 
 other_host = hosts_harness.other_host
 
@@ -59,6 +60,38 @@ def test_an_asynchronous_run_takes_versions_in_flight(other_host: tuple[str, ...
         assert refits[-1].version == NUM_STEPS, "the last is validated"
         assert not any(refit.quarantined for refit in refits)
     assert_empty(store)
+
+
+def test_a_command_starts_engines_that_share_nothing_with_the_trainers(tmp_path: Path) -> None:
+    """Not even memory of the machine that both are on here; and the store has another address for them."""
+    config = merged(CONFIG, {"grpo": {"max_num_steps": 4}})
+    expected = undisturbed_run(tmp_path, merged(config, {"cluster": {"rollouts": 2}})).rename(tmp_path / "expected")
+    store, link = tmp_path / "store", tmp_path / "link"
+    store.mkdir()
+    link.symlink_to(store)
+    up, rollout_words = [words for words, _ in quoted((DOCS / "store.md").read_text())]
+    config = merged(config, {"cluster": {"rollouts": 2, "launch": {"trainers": 1, "refit": True}}})
+    with in_folder(tmp_path):
+        here = {"config.yaml": write_config(config), "refit.store=s3://weights/runs": f"refit.store=file://{store}"}
+        here |= {"cluster.address=tcp://10.0.0.1:5555": "cluster.address=tcp://127.0.0.1:*"}
+        with Command(*(here.get(word, word) for word in up)) as run:
+            address = run.wait_for(r"listens on (tcp://\S+)")[1]
+            here |= {"tcp://10.0.0.1:5555": address, "members.json": "run/keys/members.json"}
+            here |= {"s3://weights/runs": f"file://{link}"}
+            words = [here.get(word, word) for word in rollout_words]
+            words[3:3] = ["logger.log_dir=elsewhere", "--num", "2"]
+            with Command(*words) as rollouts:
+                assert run.wait() == 0, run.output()
+                assert rollouts.wait() == 0, rollouts.output()
+        assert_same_results("run", expected)
+        links = {"trainer-0>rollout-0", "trainer-0>rollout-1"}
+        assert [refit.num_bytes.keys() for refit in refits_of()] == [links] * 5
+        assert log_of("trainer-0").count("refit.store: version ") == 5
+    assert_empty(store)
+    with in_folder(tmp_path):
+        refused = coordinator("rollouts", write_config(CONFIG), "--coordinator", address)
+        assert refused.returncode == 2
+        assert "refit.store: null, and no --store" in refused.stderr
 
 
 def test_engines_come_and_go_by_a_store_that_fails_for_a_while(other_host: tuple[str, ...], tmp_path: Path) -> None:

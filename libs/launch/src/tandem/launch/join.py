@@ -28,10 +28,13 @@ class ByKeyFile(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str
     key_file: Path
     timeout_s: float
+    is_numbered: bool = True
+    """Whether a service asks for the number that it has here, and not for any that is free."""
 
     def __call__(self, number: int) -> launch.ProcessCredentials:
         """Return the credentials of one process."""
-        words = ("--coordinator", self.coordinator, "--key-file", str(self.key_file), "--index", str(number))
+        index = ("--index", str(number)) if self.is_numbered else ()
+        words = ("--coordinator", self.coordinator, "--key-file", str(self.key_file), *index)
         return launch.ProcessCredentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
 
 

@@ -73,12 +73,13 @@ GROUPS: dict[str, dict[str, AddCommand]] = {
         "kubernetes": kubernetes.add,
         "ray": ray.add,
         "join": join.add_join,
+        "rollouts": join.add_rollouts,
         "keys": join.add_keys,
     },
     "shell": {"completion": completion.add},
 }
 """Commands by purpose, in the order in which a newcomer meets them."""
-_LASTING = frozenset({"up", "sweep", "replay", "bisect", "view", "eval", "serve", "tinker", "ray", "join"})
+_LASTING = frozenset({"up", "sweep", "replay", "bisect", "view", "eval", "serve", "tinker", "ray", "join", "rollouts"})
 """Commands that continue when their output has no reader any more."""
 EXAMPLES = {
     "": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
@@ -90,6 +91,7 @@ EXAMPLES = {
     "up": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
     "sweep": "coordinator sweep examples/arithmetic.yaml grpo.seed=1,2,3 policy.optimizer.kwargs.lr=1e-3,2e-3",
     "join": "coordinator join config.yaml cluster.num_nodes=2 --node 1 --coordinator tcp://10.0.0.1:5555",
+    "rollouts": "coordinator rollouts config.yaml --store s3://weights/run --coordinator tcp://10.0.0.1:5555 --num 2",
     "runs": "coordinator runs results --search grpo.seed=1 --differences",
     "note": "coordinator note results/arithmetic --tag baseline --text 'as in the paper'",
     "view": "coordinator view results/arithmetic results/arithmetic_sft",

@@ -11,6 +11,7 @@ other.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from tandem.refit.transports import cuda_ipc, process_group, registry
 from tandem.refit.transports.meeting import GroupStore
 from tandem.refit.transports.memory import NamedStorages
 from tandem.refit.transports.process_group import ConnectedGroup, poll
+from tandem.refit.transports.store import HOST_VARIABLE
 from tandem.refit.transports.stream import StreamTransport
 from tandem.refit.transports.transport import BoundTransfers, TransferEnd
 
@@ -38,8 +40,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
-    """Return the host name used in layouts; two machines never share it, even with equal configured names."""
-    return f"{socket.gethostname()}/{_BOOT_ID.read_text()[:8]}"
+    """Return the host name used in layouts; two machines never share it, even with equal configured names.
+
+    An engine that ``coordinator rollouts`` has started says that it is nowhere, wherever it is started again.
+    """
+    return os.environ.get(HOST_VARIABLE) or f"{socket.gethostname()}/{_BOOT_ID.read_text()[:8]}"
 
 
 def device_name(device: torch.device) -> str:

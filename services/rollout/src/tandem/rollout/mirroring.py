@@ -17,8 +17,9 @@ from tandem.common.wire import Arrays
 from tandem.launch.service import ServiceContext
 from tandem.refit import program
 from tandem.refit.store.mirror import StoreMirror
-from tandem.refit.store.objects import URL_VARIABLE, ObjectStore
+from tandem.refit.store.objects import ObjectStore
 from tandem.refit.store.publisher import StoreAccess
+from tandem.refit.transports.store import URL_VARIABLE
 from tandem.rollout.service import RolloutService
 
 

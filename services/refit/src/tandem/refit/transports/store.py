@@ -13,6 +13,11 @@ from tandem.refit.layout import Address, StoreMemory
 from tandem.refit.transfer import LinkTransfer
 from tandem.refit.transports.transport import BoundTransfers, Route, TransferEnd, Transport, Wire
 
+URL_VARIABLE = "TANDEM_REFIT_STORE"
+"""Environment variable with the store's URL as an engine's machine reaches it, in the place of ``refit.store``."""
+HOST_VARIABLE = "TANDEM_HOST"
+"""Environment variable with another name for the host of an engine, so that it depends on no memory of its machine."""
+
 
 class StoreTransport(Transport):
     """The receiver reads what the source has written to a store."""

@@ -22,7 +22,7 @@ from tandem.refit.store.publisher import StoreAccess, StorePublisher
 from tandem.refit.weights import Weights
 
 KEY, RUN = b"k" * 32, "run"
-GUARD_S = 20.0
+GUARD_S = 180.0
 Tensors = dict[str, torch.Tensor]
 
 

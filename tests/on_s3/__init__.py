@@ -1,0 +1,1 @@
+"""Tests of weights through S3, with the server of moto."""
