@@ -13,7 +13,7 @@ from engine_harness import refit, run_all
 from vision_harness import Seeing
 
 from tandem.common.errors import DataError
-from tandem.refit.adapters.huggingface import is_of_tower
+from tandem.refit.adapters.huggingface import is_outside_language
 from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.skeleton import weights_of
@@ -174,7 +174,7 @@ def test_trainers_and_engines_have_the_same_names_and_digests_notice_a_tower(fam
     (layout,) = engine.layouts()
     assert {tensor.name for tensor in layout.tensors} == {name for name, _ in seeing.model.named_parameters()}
     assert held_by(engine) == digest_of(seeing.model)
-    towers = [tensor.name for tensor in layout.tensors if is_of_tower(tensor.name)]
+    towers = [tensor.name for tensor in layout.tensors if is_outside_language(tensor.name)]
     own = seeing.settings.family
     assert towers == [tensor.name for tensor in layout.tensors if not tensor.name.startswith(own.language_prefix)]
     with torch.no_grad():

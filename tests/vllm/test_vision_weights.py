@@ -14,7 +14,7 @@ from vision_harness import Seeing
 
 from tandem.common.errors import ModelError
 from tandem.config.models.families import VLLM_SEEING
-from tandem.refit.adapters.huggingface import is_of_tower
+from tandem.refit.adapters.huggingface import is_outside_language
 from tandem.refit.digests.comparison import compare
 from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engines.skeleton import weights_of
@@ -94,7 +94,7 @@ def test_a_changed_tower_changes_the_answers(family: str, tmp_path: Path) -> Non
         before = run_all(engine, [request])[0]
         with torch.no_grad():  # a training step of the tower alone
             for name, parameter in seeing.model.named_parameters():
-                if is_of_tower(name):
+                if is_outside_language(name):
                     parameter.mul_(1.5)
         refit(engine, seeing.model, 1)
         assert held_by(engine) == digests_of(seeing.model), "the tower is verified too"
@@ -165,7 +165,7 @@ def test_workers_share_a_model(family: str, tmp_path: Path) -> None:
         sizes = [{held.name: held.num_bytes for held in layout.storages} for layout in engine.layouts()]
     assert sizes[0] == sizes[1]
     of_tower = sum(size for name, size in sizes[0].items() if "vis" in name or "connector" in name)
-    whole = sum(held.nbytes for name, held in seeing.model.named_parameters() if is_of_tower(name))
+    whole = sum(held.nbytes for name, held in seeing.model.named_parameters() if is_outside_language(name))
     assert (of_tower == whole) == seeing.settings.family.is_qwen, "vLLM cuts the towers of the others"
 
 
