@@ -230,6 +230,11 @@ class MtpConfig(ConfigSection, frozen=True, kw_only=True):
     """New. Let their loss have no gradient in the policy: its layers, embedding and output layer. Their gradients are
     then clipped apart, and the policy is trained as it is without them."""
 
+    @property
+    def num_kept(self) -> int:
+        """Layers that trainers hold."""
+        return min(self.num_layers, 1) if self.use_repeated_layer else self.num_layers
+
 
 class RewardModelCfg(ConfigSection, frozen=True, kw_only=True):
     """A head with one output instead of the one that predicts tokens."""

@@ -11,9 +11,8 @@ Shapes: ``B`` rows, ``T`` positions, ``H`` hidden dimensions; ``K`` valid tokens
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,9 @@ from transformers.masking_utils import create_causal_mask
 from tandem.common.errors import ModelError
 from tandem.common.numeric import RecentSteps
 from tandem.config import Config
+from tandem.config.models import mtp_layers
 from tandem.config.models.model_sizes import local_folder
+from tandem.config.models.mtp_layers import LayerNames
 from tandem.config.schema.columns import Model
 from tandem.config.schema.policy import MtpConfig
 from tandem.refit.adapters import catalogue
@@ -44,40 +45,6 @@ from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scorers.scorer import TokenScorer
 from tandem.trainer.scores import Scores
 from tandem.trainer.scoring import placed, score_tokens
-
-_ATTRIBUTE = "mtp"
-_OF_LAYERS = f"{_ATTRIBUTE}."
-_BLOCK = "block."
-_FIRST_LAYER = re.compile(r"^(?:.*\.)?layers\.0\.")
-
-
-class LayerNames(msgspec.Struct, frozen=True):
-    """The names of one layer's tensors in a checkpoint."""
-
-    block: str
-    """Prefix of the names of its decoder layer."""
-    parts: Mapping[str, str]
-    """The names of its other tensors, by those in `MtpLayer`."""
-    shared: Mapping[str, str]
-    """Copies of the policy's own tensors that some checkpoints have: the module of each, ``embedding`` or ``head``."""
-
-
-def name_layer(number: int, num_hidden_layers: int, names: Mapping[str, Any]) -> LayerNames | None:
-    """Return the names of the layer `number` of a checkpoint that has these tensors; None if it has no such layer."""
-    if "mtp.fc.weight" in names:  # Qwen3-Next, Qwen3.5: one layer
-        parts = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm"}
-        described = {f"{part}.weight": f"mtp.{name}.weight" for part, name in parts.items()}
-        return None if number else LayerNames("mtp.layers.0.", described, {})
-    prefix = f"model.layers.{num_hidden_layers + number}."  # DeepSeek-V3, GLM-4.5
-    if f"{prefix}eh_proj.weight" not in names:
-        return None
-    parts = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}
-    shared = {f"{prefix}embed_tokens.weight": "embedding", f"{prefix}shared_head.head.weight": "head"}
-    return LayerNames(
-        prefix,
-        {f"{part}.weight": f"{prefix}{name}.weight" for part, name in parts.items()},
-        {name: module for name, module in shared.items() if name in names},
-    )
 
 
 class MtpLayer(torch.nn.Module):
@@ -146,26 +113,15 @@ class MtpLayers(torch.nn.Module):
 
     def describe(self, model: Any, number: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a layer's whole tensors by their names in checkpoints; `tensors` has them by those in the layer."""
-        names = self.names[number]
-        described = {name: tensors[part] for part, name in names.parts.items()}
-        # The decoder layer has the names of the policy's own layers.
-        block = {
-            f"model.layers.0.{name.removeprefix(_BLOCK)}": tensor
-            for name, tensor in tensors.items()
-            if name.startswith(_BLOCK)
-        }
-        for name, tensor in policy_files.convert_names(model, block).items():
-            described[_FIRST_LAYER.sub(names.block, name, count=1)] = tensor
-        return described
+        return self.names[number].rename(tensors, functools.partial(policy_files.convert_names, model))
 
 
 def attach_layers(model: Any, source: str, settings: MtpConfig, dtype: torch.dtype) -> None:
     """Give a whole model the layers in a checkpoint's folder, or that of a name on the Hub. Raises `ModelError`."""
     folder = local_folder(source)
     places = {} if folder is None or not any(folder.glob("*.safetensors")) else catalogue.read_places(folder)
-    num_hidden_layers = model.config.get_text_config().num_hidden_layers
-    num_layers = 1 if settings.use_repeated_layer else settings.num_layers
-    names = [name_layer(number, num_hidden_layers, places) for number in range(num_layers)]
+    num_layers = settings.num_kept
+    names = [_find_names(number, model.config.get_text_config(), places) for number in range(num_layers)]
     described = [each for each in names if each is not None]
     if len(described) < num_layers:
         raise ModelError(
@@ -184,7 +140,16 @@ def attach_layers(model: Any, source: str, settings: MtpConfig, dtype: torch.dty
             written = mtp.describe(model, number, layer.state_dict()).keys()
             if differing := sorted(written ^ (of_layer.keys() - name.shared.keys())):
                 raise ModelError(f"{source}: an export would not have {differing[0]} as it is there")
-    model.add_module(_ATTRIBUTE, mtp.eval())
+    model.add_module(mtp_layers.ATTRIBUTE, mtp.eval())
+
+
+def _find_names(number: int, config: Any, places: Mapping[str, catalogue.TensorPlace]) -> LayerNames | None:
+    """Return the names of a layer with the copies that there are; None if the checkpoint has no such layer."""
+    names = mtp_layers.name_layer(number, config)
+    if names is None or names.parts["eh_proj.weight"] not in places:
+        return None
+    shared = {name: module for name, module in names.shared.items() if name in places}
+    return msgspec.structs.replace(names, shared=shared)
 
 
 def _read_layer(names: LayerNames, places: Mapping[str, catalogue.TensorPlace]) -> dict[str, torch.Tensor]:
@@ -199,26 +164,11 @@ def _read_layer(names: LayerNames, places: Mapping[str, catalogue.TensorPlace]) 
     return tensors
 
 
-def _describe_blocks(config: Any, num_layers: int) -> Any:
-    """Return the configuration of a small model whose layers are those of multi-token prediction."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers, config.vocab_size = num_layers, 1
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    for name, kind in {"layer_types": "full_attention", "mlp_layer_types": "sparse"}.items():
-        if getattr(config, name, None) is not None:
-            setattr(config, name, [kind] * num_layers)
-    dense: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": []}
-    for name, none in dense.items():
-        if hasattr(config, name):
-            setattr(config, name, none)
-    return config
-
-
 def _load_blocks(
     model: Any, names: Sequence[LayerNames], tensors: Sequence[Mapping[str, torch.Tensor]], dtype: torch.dtype
 ) -> Any:
     """Return a small model with the decoder layers, read as Transformers reads the policy's. Raises `ModelError`."""
-    config = _describe_blocks(model.config.get_text_config(), len(names))
+    config = mtp_layers.describe_blocks(model.config.get_text_config(), len(names))
     state = {"model.norm.weight": tensors[0][names[0].parts["norm.weight"]]}
     for number, (name, of_layer) in enumerate(zip(names, tensors, strict=True)):
         outside = {*name.parts.values(), *name.shared}
@@ -322,11 +272,11 @@ class MtpHeldModel(DTensorHeldModel):
     def __init__(self, name: Model, config: Config, *args: Any, **kwargs: Any) -> None:
         """Build the model, as `DTensorHeldModel` does."""
         super().__init__(name, config, *args, **kwargs)
-        self._of_layers = {name: each for name, each in self.parameters.items() if name.startswith(_OF_LAYERS)}
+        self._of_layers = {name: each for name, each in self.parameters.items() if name.startswith(mtp_layers.PREFIX)}
         model: Any = self.model
         self._shared = {
-            "embedding": model.get_input_embeddings().weight,
-            "head": model.get_output_embeddings().weight,
+            mtp_layers.EMBEDDING: model.get_input_embeddings().weight,
+            mtp_layers.HEAD: model.get_output_embeddings().weight,
         }
         self._clips_apart = config.policy.mtp.detach_heads
         if self._clips_apart:
@@ -371,10 +321,10 @@ class MtpHeldModel(DTensorHeldModel):
         """Yield all tensors on rank 0, a layer at a time. Collective."""
         trunk = {name: each for name, each in self.parameters.items() if name not in self._of_layers}
         for tensors in policy_files.gathered(self.model, trunk):
-            yield {name: each for name, each in tensors.items() if not name.startswith(_OF_LAYERS)}
+            yield {name: each for name, each in tensors.items() if not name.startswith(mtp_layers.PREFIX)}
         mtp: MtpLayers = self.model.mtp  # type: ignore[assignment]
         for number, names in enumerate(mtp.names):
-            prefix = f"{_OF_LAYERS}layers.{number}."
+            prefix = f"{mtp_layers.PREFIX}layers.{number}."
             tensors = {
                 name.removeprefix(prefix): self._copy_whole(tensor)
                 for name, tensor in (self._of_layers | self.buffers).items()
@@ -400,5 +350,5 @@ class MtpBackend(DTensorBackend):
     def weights(self) -> Weights:
         """Return the shards of the policy that this rank holds, without those of its layers of prediction."""
         tensors = self.policy.parameters | self.policy.buffers
-        exposed = {name: each for name, each in tensors.items() if not name.startswith(_OF_LAYERS)}
+        exposed = {name: each for name, each in tensors.items() if not name.startswith(mtp_layers.PREFIX)}
         return exposed_weights.weights_of(exposed, self._config.policy.adapters)
