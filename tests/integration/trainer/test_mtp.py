@@ -21,7 +21,11 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
 from tandem.config.models.families import MTP
 from tandem.config.schema.policy import MtpConfig
+from tandem.coordinator.forecast.activations import passes
+from tandem.coordinator.forecast.memory import memory_of
+from tandem.coordinator.forecast.sides import ForecastSide, model_shape, sides
 from tandem.samples.batch import SampleBatch
+from tandem.trainer import exposed_weights
 from tandem.trainer.backends.mtp import attach_layers
 from tandem.trainer.losses import Counts, Report
 from tandem.trainer.losses.mtp import MtpLoss
@@ -237,6 +241,92 @@ def test_the_run_of_the_page_trains_them(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(2.0 < step.metrics["mtp_loss"] < 5.0 for step in steps_of("run"))
     (policy,) = (tmp_path / "run").glob("**/step_2/policy")
     assert_moved(tensors_in(policy), tmp_path / "model", names)
+
+
+def held_bytes(rank: int, config: Config) -> dict[str, int]:
+    """Return the bytes of this rank's parts of the policy's tensors, by their names in memory."""
+    backend: Any = begin(rank, config)[0]
+    held = backend.policy.parameters | backend.policy.buffers
+    return {name: exposed_weights.local_of(tensor).nbytes for name, tensor in held.items()}
+
+
+def plan_trainers(config: Config) -> ForecastSide:
+    shape = model_shape(config)
+    assert not isinstance(shape, str)
+    return sides(config, shape)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("architecture", MTP)
+def test_weights_are_planned_as_trainers_hold_them(architecture: str, ranks: int, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    names = make_with_layers(folder, architecture)
+    changes: dict[str, Any] = {"trainers": ranks, "loss": {"reference_policy_kl_penalty": 0.1}}
+    config, without = config_of(folder, **changes), make_config(folder, **changes)
+    trainers = plan_trainers(config)
+    planned = []
+    for rank, held in enumerate(run_ranks(ranks, held_bytes, config)):
+        storages = trainers.deployment.parameters(trainers.model, rank).storages
+        planned.append({storage.name: storage.num_bytes for storage in storages if storage.num_bytes})
+        assert planned[rank] == {name: num for name, num in held.items() if num}
+    plain = plan_trainers(without).model
+    added = trainers.model.num_parameters - plain.num_parameters
+    copies = ("embed_tokens.weight", "shared_head.head.weight")  # of the policy's, in the file alone
+    assert added == sum(tensors_in(folder)[name].numel() for name in names if not name.endswith(copies))
+    memory, of_policy = memory_of(config, trainers), memory_of(without, plan_trainers(without))
+    of_layers = sum(size for name, size in planned[memory.rank].items() if name.startswith("mtp."))
+    more = {name: size - of_policy.resident[name] for name, size in memory.resident.items()}
+    assert more == {"weights": of_layers, "gradients": of_layers, "optimizer": 2 * of_layers, "reference model": 0}
+
+
+def find_kept_bytes(rank: int, config: Config, batch: MicroBatch) -> int:
+    """Return the bytes that autograd keeps for these layers in a forward pass, without those of parameters."""
+    policy: Any = begin(rank, config)[0].policy
+    counted = []
+    for predicts in (False, True):
+        policy._scorer.predicts = predicts
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            home = tensor.untyped_storage()
+            given = {each.untyped_storage().data_ptr() for each in policy.model.parameters() if each.numel()}
+            if home.data_ptr() not in given:
+                kept[home.data_ptr()] = home.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            scores = policy._scorer(batch)
+        counted.append(sum(kept.values()))
+        del scores
+    return counted[1] - counted[0]
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_activations_are_planned_as_autograd_keeps_them(num: int, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_with_layers(folder, num=num, hidden_size=256, moe_intermediate_size=128, head_dim=64)
+    num_rows, length = 8, 64
+    changes: dict[str, Any] = {
+        "max_total_sequence_length": length,
+        "train_micro_batch_size": num_rows,
+        "train_global_batch_size": num_rows,
+        "generation": {"max_new_tokens": length // 2},
+    }
+    config = config_of(folder, {"num_layers": num}, **changes)
+    is_scored_BT = torch.zeros((num_rows, length), dtype=torch.bool)
+    is_scored_BT[:, length // 2 :] = True
+    batch = MicroBatch(
+        rows=tuple(range(num_rows)),
+        lengths_B=torch.full((num_rows,), length),
+        token_ids_BT=torch.randint(3, 24, (num_rows, length)),
+        attention_mask_BT=torch.ones_like(is_scored_BT),
+        loss_mask_BT=is_scored_BT,
+    )
+    with_layers, without = (
+        passes(each, plan_trainers(each), 0)[-1].activations for each in (config, make_config(folder, **changes))
+    )
+    (kept,) = run_ranks(1, find_kept_bytes, config, batch)
+    assert with_layers - without == pytest.approx(kept, rel=0.1)
 
 
 def test_a_checkpoint_without_them_is_refused(tmp_path: Path) -> None:

@@ -231,6 +231,21 @@ class _DTensorRank(_Rank):
         num_norms = 4 if self.geometry.model_type == "gemma3_text" else 2
         return num_norms * of_norm * self.divided(num_tokens) * self.geometry.hidden_size
 
+    def mtp(self, num_tokens: float) -> float:
+        """Return what layers of multi-token prediction keep: they run once for each prediction, and recompute nothing.
+
+        Both norms of an input in float32, normalised, and their results in one tensor, which the projection keeps; the
+        decoder layer, like the policy's last; the last norm, the states that are scored, and their logits, where these
+        are few enough to be kept.
+        """
+        if not self.policy.mtp.num_layers:
+            return 0.0
+        hidden, item = self.geometry.hidden_size, self.item
+        around = 2 * (4 + item) + 2 * item + 4 + 2 * item + item * self.share_scored
+        of_layer = self.measure_kept(self.layers[-1], num_tokens) + around * num_tokens * hidden
+        num_logits = self.share_scored * num_tokens * self.num_output_rows
+        return self.policy.mtp.num_layers * (of_layer + (4 * num_logits if num_logits <= _LOGITS else 0))
+
     def projections(self, queries: float, keys: float) -> float:
         return self.item * keys + ((4 + self.item) * (queries + keys) if self.has_head_norms else 0)
 
@@ -258,7 +273,7 @@ class _DTensorRank(_Rank):
         first = gathered + 2 * item * self.largest + self.scores(num_tokens, trains=True)
         then = gathered + 2 * item * self.largest + output + reduced + work + (last if recomputes else -last)
         end = (item + 4) * self.root + reduced if is_reduced else self.begun
-        activations = sum(layer_bytes) + ends
+        activations = sum(layer_bytes) + ends + self.mtp(num_tokens)
         # Kept activations are gone at the end, when the root's weights are, and its gradients are reduced.
         media = self.measure_media(num_tokens, self.item, recomputes=recomputes)
         buffers = max(first, then, end - activations - media)

@@ -101,10 +101,7 @@ def _measure_model(encoded_config: bytes, max_length: int) -> MeasuredModel:
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:
-        # Through a file, since `from_dict` refuses infinity: findings/transformers_infinity_in_config
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_bytes(encoded_config)
-            config, _ = describe_text_part(load_config(folder, None))
+        config = _read_config(encoded_config)
         # In bfloat16, since experts in float32 do not run without elements: findings/torch_grouped_mm_on_meta
         with torch.device("meta"), no_init_weights():
             model = find_model_class(config).from_config(
@@ -118,6 +115,30 @@ def _measure_model(encoded_config: bytes, max_length: int) -> MeasuredModel:
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
     return MeasuredModel(ModelShape(tuple(_list_tensors(model)), None), caches)
+
+
+def _read_config(encoded_config: bytes) -> Any:
+    """Return Transformers' configuration of a model or, of one that sees, of its text part."""
+    # Through a file, since `from_dict` refuses infinity: findings/transformers_infinity_in_config
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(encoded_config)
+        return describe_text_part(load_config(folder, None))[0]
+
+
+@functools.lru_cache(maxsize=8)
+def list_mtp_tensors(encoded_config: bytes, num_layers: int) -> tuple[Tensor, ...]:
+    """Return the tensors of so many layers of multi-token prediction, as trainers of a ``config.json`` hold them.
+
+    Raises `ModelError` if the installed Transformers builds no such layer.
+    """
+    from tandem.config.models.mtp_layers import build_skeleton, list_shapes  # they import torch
+
+    try:
+        config = _read_config(encoded_config).get_text_config()
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(" ".join(str(error).split())) from error
+    shapes = list_shapes(build_skeleton(config, num_layers))
+    return tuple(Tensor(name, shape, "float32") for name, shape in shapes.items())
 
 
 def _list_tensors(model: Any) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tandem.config import Config
-from tandem.config.models import lora
+from tandem.config.models import lora, mtp_layers
 from tandem.config.schema.columns import Model
 from tandem.coordinator.forecast import media
 from tandem.coordinator.forecast.activations import PassMemory, passes
@@ -292,8 +292,14 @@ def _measure_resident(config: Config, trainers: ForecastSide, rank: int) -> tupl
         # On DTensor, trained weights are in float32 whatever the precision of the passes; other weights are in that.
         item_size = 2 if config.policy.precision == "bfloat16" else 4
         trained = item_size if config.policy.megatron_cfg.enabled else 4
-        resident["reference model"] = (weights + frozen) * item_size // trained
+        resident["reference model"] = (weights + frozen - _measure_mtp(trainers, rank)) * item_size // trained
     return resident, master_gradients
+
+
+def _measure_mtp(side: ForecastSide, rank: int) -> int:
+    """Return the bytes of a rank's layers of multi-token prediction, which no reference has."""
+    storages = side.deployment.look_up_parameters(side.model, rank).storages
+    return sum(storage.num_bytes for storage in storages if storage.name.startswith(mtp_layers.PREFIX))
 
 
 def _weights(config: Config, side: ForecastSide, rank: int) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models import families, lora, model_sizes
 from tandem.coordinator.forecast.engine_plans import find_plan
-from tandem.coordinator.forecast.measured_models import LayerCache, derive_cache, measure_model
+from tandem.coordinator.forecast.measured_models import LayerCache, derive_cache, list_mtp_tensors, measure_model
 from tandem.refit.adapters.catalogue import ModelShape, make_shape, read_shape
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
@@ -45,9 +45,19 @@ def sides(config: Config, model: ModelShape) -> tuple[ForecastSide, ForecastSide
     policy = config.policy
     trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
     trained_model = model.cast("float32" if trains_all_in_float32 else policy.precision)
+    if policy.mtp.num_layers:
+        trained_model = _add_mtp_layers(config, trained_model)
     return ForecastSide("trainer", training(config), _add_adapters(config, trained_model)), ForecastSide(
         "engine", _deploy_engines(config, model), find_plan(config).shape(config, model)
     )
+
+
+def _add_mtp_layers(config: Config, model: ModelShape) -> ModelShape:
+    """Return the trainers' model with its layers of multi-token prediction. Raise `ModelError` for a family without."""
+    config_json = find_config_json(config)
+    assert not isinstance(config_json, str), "the model's shape comes from it"
+    added = list_mtp_tensors(msgspec.json.encode(config_json), config.policy.mtp.num_kept)
+    return msgspec.structs.replace(model, tensors=(*model.tensors, *added))
 
 
 def _deploy_engines(config: Config, model: ModelShape) -> ParallelDeployment:
