@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from tandem.config.installed import vllm_arguments
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, find_problem
-from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_READS, VLLM_TABLES, is_text_only
+from tandem.config.models.families import (
+    MTP,
+    MTP_DRAFTS,
+    VLLM,
+    VLLM_PLANNED,
+    VLLM_READS,
+    VLLM_TABLES,
+    is_text_only,
+)
 from tandem.config.models.model_sizes import read_model_config
 from tandem.config.problem import InvalidValue, Rule, describe_without_effect
 from tandem.config.schema import Config
@@ -59,6 +67,36 @@ def check_drafts_combine(config: Config) -> None:
         )
 
 
+_LAYERS = "num_nextn_predict_layers"
+"""Field of ``config.json`` by which vLLM knows of layers of multi-token prediction."""
+
+
+def check_layers_can_draft(config: Config) -> None:
+    """Check that layers of multi-token prediction draft where vLLM has them, and as many as are trained."""
+    policy = config.policy
+    if vllm_arguments.find_draft_method(policy.generation.vllm_kwargs) not in vllm_arguments.MTP_METHODS:
+        return
+    key = f"policy.generation.vllm_kwargs.{vllm_arguments.SPECULATION}"
+    model = read_model_config(policy) or {}
+    model_type, num_trained = model.get("model_type"), policy.mtp.num_kept
+    if policy.new_model is not None:
+        raise InvalidValue(key, "mtp, but policy.new_model has no layers of multi-token prediction")
+    if model_type is None:
+        return
+    if model_type not in MTP_DRAFTS:
+        known = ", ".join(MTP_DRAFTS)
+        text = f"mtp, but such layers draft in {known}, not in {model_type}"
+        if model_type in MTP:
+            text += ": vLLM 0.32 gives wrong probabilities where drafts are rejected between layers with a state"
+        raise InvalidValue(key, text)
+    num_layers = model.get(_LAYERS) or 0
+    if not num_layers:
+        raise InvalidValue(key, f"mtp, but the model's config.json has no {_LAYERS}")
+    if num_trained not in (0, num_layers):
+        text = f"mtp drafts with {num_layers} layers, but policy.mtp trains {num_trained}: refits would not bring all"
+        raise InvalidValue(key, text)
+
+
 def check_vllm_can_be_refitted(config: Config) -> None:
     """Check that refits can write the model family's parameters in vLLM, if the family is known here.
 
@@ -104,6 +142,7 @@ def list_arguments_without_effect(config: Config) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     check_vllm_takes_its_arguments,
     check_drafts_combine,
+    check_layers_can_draft,
     check_vllm_can_be_refitted,
     check_vllm_finds_what_it_reads,
     check_engines_can_merge_adapters,

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import ConfigError, nearest
 from tandem.config.installed.sources import find_annotated_fields, find_class_and_bases, find_package
+
+if TYPE_CHECKING:
+    from tandem.config.schema.policy import PolicyConfig
 
 SPECULATION = "speculative_config"
 """Name of the argument."""
 DRAFTED_BY_MODEL = ("draft_model", "eagle3")
 """Methods with a model of their own: a smaller one, or layers that read the policy's hidden states."""
-DRAFT_METHODS = ("ngram", *DRAFTED_BY_MODEL)
-"""Methods whose drafts leave the distribution of tokens as it is, and whose weights are not the policy's."""
+MTP_METHODS = ("mtp", "deepseek_mtp")
+"""Names of the method that drafts by the layers of multi-token prediction in the policy's own checkpoint."""
+DRAFT_METHODS = ("ngram", *DRAFTED_BY_MODEL, *MTP_METHODS)
+"""Methods whose drafts leave the distribution of tokens as it is."""
 _POSITIVE = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size")
 _KNOWN = ("method", "model", *_POSITIVE)
 
@@ -33,8 +38,18 @@ def find_draft_model(arguments: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and find_draft_method(arguments) in DRAFTED_BY_MODEL else None
 
 
+def refits_drafter(policy: PolicyConfig) -> bool:
+    """Return whether engines draft by layers of multi-token prediction that are trained, so that refits bring them."""
+    generation = policy.generation
+    return (
+        policy.mtp.num_layers > 0
+        and generation.kind.drafts
+        and find_draft_method(generation.vllm_kwargs) in MTP_METHODS
+    )
+
+
 def find_unbuilt_draft_method(arguments: Mapping[str, Any]) -> str | None:
-    """Return the method if refits do not support it, such as layers of the policy's own checkpoint."""
+    """Return the method if it is not built."""
     method = find_draft_method(arguments)
     return None if method in (None, *DRAFT_METHODS) else method
 

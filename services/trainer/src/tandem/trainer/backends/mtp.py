@@ -28,6 +28,7 @@ from transformers.masking_utils import create_causal_mask
 from tandem.common.errors import ModelError
 from tandem.common.numeric import RecentSteps
 from tandem.config import Config
+from tandem.config.installed.vllm_arguments import refits_drafter
 from tandem.config.models import mtp_layers
 from tandem.config.models.model_sizes import local_folder
 from tandem.config.models.mtp_layers import LayerNames
@@ -340,7 +341,10 @@ class MtpHeldModel(DTensorHeldModel):
 
 
 class MtpBackend(DTensorBackend):
-    """One rank of the DTensor backend, whose policy has multi-token prediction layers. Engines get the policy alone."""
+    """One rank of the DTensor backend, whose policy has multi-token prediction layers.
+
+    Engines get the policy alone, unless they draft with these layers.
+    """
 
     def _hold(self, name: Model, number: int, checkpoint: Path | None) -> DTensorHeldModel:
         if name != "policy":
@@ -348,7 +352,9 @@ class MtpBackend(DTensorBackend):
         return MtpHeldModel(name, self._config, self._ranks[name], checkpoint=checkpoint, number=number)
 
     def weights(self) -> Weights:
-        """Return the shards of the policy that this rank holds, without those of its layers of prediction."""
+        """Return the shards of the policy that this rank holds, with those of its layers if engines draft with them."""
+        if refits_drafter(self._config.policy):
+            return super().weights()
         tensors = self.policy.parameters | self.policy.buffers
         exposed = {name: each for name, each in tensors.items() if not name.startswith(mtp_layers.PREFIX)}
         return exposed_weights.weights_of(exposed, self._config.policy.adapters)

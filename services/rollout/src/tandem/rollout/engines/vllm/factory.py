@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.config.installed.vllm_arguments import refits_drafter
 from tandem.rollout.engines.factory import EngineFactory, EngineMedia
 from tandem.rollout.engines.vllm import insides
 from tandem.samples.routed_experts import replayed_experts
@@ -40,6 +41,10 @@ class VllmFactory:
             from tandem.rollout.engines.vllm.adapters import AdaptersVllmEngine
 
             return AdaptersVllmEngine(folder, generation.vllm_cfg, num_sets=generation.num_adapter_sets, **settings)
+        if policy.mtp.num_layers and refits_drafter(policy):
+            from tandem.rollout.engines.vllm.drafter import DraftingVllmEngine
+
+            return DraftingVllmEngine(folder, generation.vllm_cfg, num_layers=policy.mtp.num_kept, **settings)
         return _make(folder, generation.vllm_cfg, media, settings)
 
     def load(self, serving: ServingHandover, media: EngineMedia | None) -> Engine:

@@ -60,6 +60,8 @@ VERSION = "tandem_version"
 """Key of the further arguments of a request's parameters with the version that makes it, where there are several."""
 UNDRAWABLE = "tandem_undrawable"
 """Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a vision model."""
+DRAFTS = "tandem_drafts"
+"""Key of vLLM's ``additional_config`` with the number of layers of multi-token prediction that refits bring."""
 _ANSWER_S = 300.0
 """Seconds for calls without a deadline of their own, such as packing experts."""
 

@@ -22,7 +22,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -46,6 +46,9 @@ _NAMED = 3
 """Names in a message."""
 _FORMAT = 1
 """Number of the format of cached maps."""
+
+
+Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 class ComputedKind(msgspec.Struct, frozen=True):
@@ -182,15 +185,30 @@ def learn_layout(vllm_config: Any, rank: int) -> Iterator[list[LearnedParameters
 
     Afterwards the model has random values, which vLLM then processes as it does a checkpoint's.
     """
+    with learn_by(vllm_config.model_config, functools.partial(_learn, vllm_config=vllm_config, rank=rank)) as learned:
+        yield learned
+
+
+@contextlib.contextmanager
+def learn_by(
+    of_config: Any, learn: Callable[[Any], LearnedParameters]
+) -> Iterator[list[LearnedParameters | ModelError]]:
+    """Have `learn` be asked of the model with a configuration of vLLM's that is loaded in this block; give its answer.
+
+    `learn` may raise `ModelError`, which is given then.
+    """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     fill = DummyModelLoader.load_weights
     learned: list[LearnedParameters | ModelError] = []
 
     def learn_and_fill(loader: Any, model: Any, model_config: Any) -> None:
+        if model_config is not of_config:
+            fill(loader, model, model_config)
+            return
         try:
             with torch.no_grad():
-                learned.append(_learn(model, vllm_config, rank))
+                learned.append(learn(model))
         except ModelError as error:  # which another process would say nothing of
             learned.append(error)
             fill(loader, model, model_config)
@@ -204,11 +222,26 @@ def learn_layout(vllm_config: Any, rank: int) -> Iterator[list[LearnedParameters
 
 def _learn(model: Any, vllm_config: Any, rank: int) -> LearnedParameters:
     """Return what a worker's parameters hold, from the cache if it is proven. Raises `ModelError`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     settings = vllm_config.model_config
     overrides = {} if callable(settings.hf_overrides) else dict(settings.hf_overrides)
     skeleton = make_skeleton(Path(settings.model), overrides)
-    probe = LoaderProbe(model, skeleton)
-    path = _cache_path(vllm_config, skeleton, rank)
+    tensors = tensors_of(skeleton)
+    probe = LoaderProbe(model, tensors, functools.partial(revert_weight_conversion, skeleton))
+    learned_map, proof = learn_map(probe, cache_path(vllm_config, skeleton.config, rank))
+    learned = LearnedParameters(tensors, learned_map)
+    learned.keep_proof(model, *proof)
+    return learned
+
+
+def learn_map(
+    probe: LoaderProbe, path: Path
+) -> tuple[LearnedMap, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Return the map of a model with what `LoaderProbe.prove` says of it, from a file of the cache if that is proven.
+
+    Raises `ModelError`.
+    """
     learned_map = _read_map(path)
     proof = None
     if learned_map is not None:
@@ -223,20 +256,18 @@ def _learn(model: Any, vllm_config: Any, rank: int) -> LearnedParameters:
         if proof is None:
             raise ModelError("vLLM's loader does more than to copy a checkpoint's elements, so no refit can write them")
         _write_map(path, learned_map)
-    learned = LearnedParameters(tensors_of(skeleton), learned_map)
-    learned.keep_proof(model, *proof)
-    return learned
+    return learned_map, proof
 
 
-def _cache_path(vllm_config: Any, skeleton: Any, rank: int) -> Path:
-    """Return where the map of this configuration, these releases and parallel sizes is kept."""
+def cache_path(vllm_config: Any, config: Any, rank: int, drafts: str = "") -> Path:
+    """Return where the map of this configuration, these releases and parallel sizes is kept, or that of what drafts."""
     import transformers
     import vllm
 
     parallel = vllm_config.parallel_config
     key = {
         "format": _FORMAT,
-        "config": skeleton.config.to_json_string(use_diff=False),
+        "config": config.to_json_string(use_diff=False),
         "vllm": vllm.__version__,
         "transformers": transformers.__version__,
         "dtype": str(vllm_config.model_config.dtype),
@@ -244,6 +275,7 @@ def _cache_path(vllm_config: Any, skeleton: Any, rank: int) -> Path:
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "expert_parallel": parallel.enable_expert_parallel,
         "rank": rank,
+        **({"drafts": drafts} if drafts else {}),
     }
     name = hashlib.blake2b(msgspec.json.encode(key), digest_size=16).hexdigest()
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -343,10 +375,17 @@ class LandedNumbers:
 class LoaderProbe:
     """vLLM's loader of one worker, asked by checkpoints that are made up."""
 
-    def __init__(self, model: Any, skeleton: Any) -> None:
-        """Take a model of vLLM's whose weights have not been loaded, and Transformers' without weights."""
-        self._model, self._skeleton = model, skeleton
-        self._shapes = dict(sorted(tensors_of(skeleton).items()))
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]], convert: Convert) -> None:
+        """Take a model of vLLM's whose weights have not been loaded.
+
+        Args:
+            model: the model.
+            shapes: of a trainer's tensors.
+            convert: function that makes tensors of a checkpoint of some of them, by name.
+
+        """
+        self._model, self._convert = model, convert
+        self._shapes = dict(sorted(shapes.items()))
         parameters = dict(model.named_parameters())
         memory = {each.untyped_storage().data_ptr() for each in parameters.values()}
         buffers = {
@@ -521,12 +560,10 @@ class LoaderProbe:
 
     def _load(self, values: Mapping[str, torch.Tensor], *, has_digits: bool = False) -> None:
         """Have vLLM load these tensors. Raises `ModelError` if its loader refuses one."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         if has_digits:
             values = {name: self._encode(name, value) for name, value in values.items()}
         try:
-            checkpoint = revert_weight_conversion(self._skeleton, dict(values))
+            checkpoint = self._convert(dict(values))
             loaded = self._model.load_weights(iter(checkpoint.items()))
         except (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,9 +1,9 @@
-"""Speculative decoding: drafts that vLLM verifies, by n-grams of the sequence or by their own model.
+"""Speculative decoding: drafts that vLLM verifies, by n-grams of the sequence, their own model, or the policy's layers.
 
 A draft is accepted or redrawn so that tokens have the distribution they have without (Leviathan et al. 2023,
 arXiv:2211.17192), and their log-probabilities are of that distribution. Which tokens a seed gives depends on drafts.
-The draft model's weights are read once, from its folder. Refits do not write them, so fewer drafts are accepted as the
-policy moves away.
+A draft model's weights are read once, from its folder. Refits do not write them, so fewer drafts are accepted as the
+policy moves away. Layers of multi-token prediction that are trained are refitted (`drafter`).
 
 Everything here works around vLLM: it gives a draft model dummy weights if the policy has them, and on a CPU its kernel
 that repeats each request's temperature for its drafts leaves them uninitialised, and top-k fails without a draft.
@@ -23,7 +23,7 @@ import torch
 from torch import get_num_threads, set_num_threads  # vLLM's worker replaces the latter by one that does nothing
 
 from tandem.common.errors import ModelError
-from tandem.config.installed.vllm_arguments import DRAFT_METHODS, DRAFTED_BY_MODEL, SPECULATION
+from tandem.config.installed.vllm_arguments import DRAFT_METHODS, DRAFTED_BY_MODEL, MTP_METHODS, SPECULATION
 from tandem.config.schema.generation import VllmCfg
 
 _UNSEARCHABLE = "llvmlite.binding.ffi"
@@ -34,14 +34,16 @@ def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any
     """Return the value of vLLM's argument. Raises `ModelError` if what the method needs is missing."""
     arguments = {name: value for name, value in settings.items() if value is not None}
     assert arguments["method"] in DRAFT_METHODS, "others are refused by the configuration"
+    of_model = {
+        "draft_tensor_parallel_size": vllm.tensor_parallel_size,
+        "draft_load_config": {"load_format": "safetensors", "use_tqdm_on_load": False},
+    }
+    if arguments["method"] in MTP_METHODS:
+        return {**arguments, "method": MTP_METHODS[0], **of_model}
     if arguments["method"] in DRAFTED_BY_MODEL:
         if not Path(arguments["model"]).is_dir():
             raise ModelError(f"policy.generation.vllm_kwargs.{SPECULATION}.model: {arguments['model']} is not a folder")
-        return {
-            **arguments,
-            "draft_tensor_parallel_size": vllm.tensor_parallel_size,
-            "draft_load_config": {"load_format": "safetensors", "use_tqdm_on_load": False},
-        }
+        return {**arguments, **of_model}
     if importlib.util.find_spec("numba") is None:
         raise ModelError(
             f"policy.generation.vllm_kwargs.{SPECULATION}: vLLM finds n-grams by numba, which is not installed"

@@ -13,7 +13,7 @@ import functools
 import glob
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +151,12 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM's worker does, with parameters that refits can write."""
         if not current_platform.is_cpu():
-            with speculation.draft_with_weights(self.vllm_config), self._learn() as learned:
+            with self._learn_drafter() as drafter, self._learn() as learned:
                 super().load_model(*args, **kwargs)
             draw_at_once(self.model_runner)
-            self.part = self._part_kind()(self.model_runner, (), self.rank, next(iter(learned), None), sleeper=self)
+            self.part = self._part_kind(drafter)(
+                self.model_runner, (), self.rank, next(iter(learned), None), sleeper=self
+            )
             return
         if self.model_config.quantization:
             float8.install_cpu_kernels()
@@ -165,10 +167,10 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
             speculation.mend_for_cpus()
             if self.vllm_config.speculative_config.method == "ngram":
                 speculation.start_numba()
-        with keep_parameters() as packed, speculation.draft_with_weights(self.vllm_config), self._learn() as learned:
+        with keep_parameters() as packed, self._learn_drafter() as drafter, self._learn() as learned:
             super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self.part = self._part_kind()(runner, packed, self.rank, next(iter(learned), None))
+        self.part = self._part_kind(drafter)(runner, packed, self.rank, next(iter(learned), None))
         if not get_pp_group().is_first_rank:
             # The input of a stage. vLLM allocates it in a warm-up, which it skips on a CPU.
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -187,7 +189,23 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
         has_table = self.model_config.hf_config.model_type in VLLM_TABLES
         return contextlib.nullcontext(()) if has_table else learn_layout(self.vllm_config, self.rank)
 
-    def _part_kind(self) -> type[part.WorkerPart]:
+    @contextlib.contextmanager
+    def _learn_drafter(self) -> Iterator[Sequence[LearnedParameters | ModelError]]:
+        """Have what drafts read its own weights in this block, or its layout be learned, if refits bring them."""
+        with speculation.draft_with_weights(self.vllm_config):
+            if insides.DRAFTS not in self.vllm_config.additional_config:
+                yield ()
+                return
+            from tandem.rollout.engines.vllm.drafter import learn_drafter
+
+            with learn_drafter(self.vllm_config, self.rank) as learned:
+                yield learned
+
+    def _part_kind(self, drafter: Sequence[LearnedParameters | ModelError]) -> Callable[..., part.WorkerPart]:
+        if drafter:
+            from tandem.rollout.engines.vllm.drafter import DraftingPart
+
+            return functools.partial(DraftingPart, drafter=drafter[0])
         if insides.ADAPTERS not in self.vllm_config.additional_config:
             return part.WorkerPart
         from tandem.rollout.engines.vllm.adapter_part import AdapterPart

@@ -1,0 +1,134 @@
+"""Layers of multi-token prediction that draft in the real vLLM, refitted with their policy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import random_prompts, reference_logprobs, request, run_all
+
+from tandem.config.schema.generation import VllmCfg
+from tandem.config.schema.policy import MtpConfig
+from tandem.rollout.engines.vllm.drafter import DraftingVllmEngine
+from tandem.rollout.engines.vllm.engine import VllmEngine
+from tandem.trainer.backends.mtp import MtpLayers, attach_layers
+from tests.harness.trainers.trainer_harness import add_mtp_layers
+from tests.vllm.test_speculation import drafts_parameters, greedy, num_steps
+from tests.vllm.vllm_harness import refit, tiny_model, train
+
+FAMILIES = ("glm4_moe", "deepseek_v3")
+PROMPT = (2, 7, 1, 8)
+SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
+CACHE = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, "speculative_config": SPECULATION}
+
+
+def make_policy(family: str, folder: Path) -> Any:
+    """Write a random model with one such layer; return it as a trainer has it."""
+    tiny_model(family, folder).save_pretrained(folder)
+    add_mtp_layers(folder)
+    model = tiny_model(family, folder.with_name("again"))
+    attach_layers(model, str(folder), MtpConfig(num_layers=1), torch.float32)
+    return model
+
+
+def make_agree(model: Any, seed: int) -> None:
+    """Have the policy look at the last token alone, and its layer agree with it."""
+    scale = torch.rand(model.config.hidden_size, generator=torch.Generator().manual_seed(seed)) + 0.1
+    layer = model.mtp.layers[0]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.zero_()
+        for norm in (layer.enorm, layer.hnorm):
+            norm.weight.fill_(1.0)
+        layer.eh_proj.weight.zero_()
+        layer.eh_proj.weight[:, : len(scale)].copy_(torch.eye(len(scale)))
+        for norm in (layer.norm, model.model.norm):
+            norm.weight.copy_(scale)
+
+
+def write(model: Any, folder: Path) -> Path:
+    """Write what a trainer has as a checkpoint."""
+    mtp: MtpLayers = model.mtp
+    tensors = {
+        name.removeprefix("mtp.layers.0."): each for name, each in model.state_dict().items() if "mtp." in name
+    }
+    del model.mtp
+    model.save_pretrained(folder)
+    model.mtp = mtp
+    from safetensors.torch import load_file, save_file
+
+    whole = {**load_file(folder / "model.safetensors"), **mtp.describe(model, 0, tensors)}
+    save_file({name: each.contiguous() for name, each in whole.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_bytes((folder.with_name("policy") / "config.json").read_bytes())
+    return folder
+
+
+@contextlib.contextmanager
+def drafting(folder: Path, settings: dict[str, Any] | None = None, *, num_layers: int = 1) -> Iterator[VllmEngine]:
+    """Start vLLM with layers that refits bring; with 0, with the whole of a folder's weights."""
+    cfg = VllmCfg(**{"precision": "float32", "max_model_len": 128, **(settings or {})})
+    if num_layers:
+        engine: VllmEngine = DraftingVllmEngine(folder, cfg, extra=CACHE, num_layers=num_layers)
+    else:
+        engine = VllmEngine(folder, cfg, extra=CACHE, with_weights=True)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def without_weights(model: Any) -> Any:
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_refits_bring_what_vllm_reads_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+    """Also what its kernels read in the place of parameters, bit for bit."""
+    model = make_policy(family, tmp_path / "policy")
+    with drafting(tmp_path / "policy") as engine:
+        held = []
+        for version in range(2):
+            refit(engine, model, version)
+            held.append((write(model, tmp_path / f"version_{version}"), drafts_parameters(engine)))
+            train(model, seed=version)
+    for folder, parameters in held:
+        with drafting(folder, num_layers=0) as engine:
+            expected = drafts_parameters(engine)
+        assert parameters.keys() == expected.keys()
+        assert not [name for name, each in expected.items() if not torch.equal(parameters[name], each)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_path: Path) -> None:
+    model = make_policy(family, tmp_path / "policy")
+    with drafting(tmp_path / "policy") as engine:
+        for version in range(3):
+            make_agree(model, seed=version)
+            refit(engine, model, version)
+            asked = [request(0, PROMPT, temperature=0.0, max_new_tokens=40)]
+            assert num_steps(engine, asked) <= 1 + 39 // 4 + 1, "all drafts are accepted"
+            assert run_all(engine, asked)[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
+        train(model, seed=1)
+        running = request(1, PROMPT, max_new_tokens=40)
+        engine.add_request(running)
+        for _ in range(3):
+            engine.step()
+        refit(engine, model, 3)  # in flight
+        engine.recompute_caches()
+        (finished,) = [one for _ in range(40) if engine.num_unfinished for one in engine.step()]
+        newer_T = finished.versions_T == 3
+        assert 0 < newer_T.sum() < 40
+        expected_T = reference_logprobs(model, PROMPT, finished.token_ids_T)
+        assert np.abs(finished.logprobs_T - expected_T)[newer_T].max() < 1e-4
+        engine.sleep()
+        engine.wake()
+        prompts = random_prompts(6, seed=1)
+        made = run_all(engine, [request(n, each, temperature=0.0, max_new_tokens=40) for n, each in enumerate(prompts)])
+        for number, prompt in enumerate(prompts):
+            assert made[number].token_ids_T.tolist() == greedy(model, prompt, 40)
