@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 from engine_harness import random_prompts, reference_logprobs, request, run_all
+from safetensors.torch import load_file, save_file
 
 from tandem.config.schema.generation import VllmCfg
 from tandem.config.schema.policy import MtpConfig
 from tandem.rollout.engines.vllm.drafter import DraftingVllmEngine
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.trainer.backends.mtp import MtpLayers, attach_layers
-from tests.harness.trainers.trainer_harness import add_mtp_layers
+from tests.harness.runs.running import coordinator, merged, write_config
+from tests.harness.trainers.trainer_harness import add_mtp_layers, make_model
+from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.test_speculation import drafts_parameters, greedy, num_steps
 from tests.vllm.vllm_harness import refit, tiny_model, train
 
@@ -55,14 +59,10 @@ def make_agree(model: Any, seed: int) -> None:
 def write(model: Any, folder: Path) -> Path:
     """Write what a trainer has as a checkpoint."""
     mtp: MtpLayers = model.mtp
-    tensors = {
-        name.removeprefix("mtp.layers.0."): each for name, each in model.state_dict().items() if "mtp." in name
-    }
+    tensors = {name.removeprefix("mtp.layers.0."): each for name, each in model.state_dict().items() if "mtp." in name}
     del model.mtp
     model.save_pretrained(folder)
     model.mtp = mtp
-    from safetensors.torch import load_file, save_file
-
     whole = {**load_file(folder / "model.safetensors"), **mtp.describe(model, 0, tensors)}
     save_file({name: each.contiguous() for name, each in whole.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_bytes((folder.with_name("policy") / "config.json").read_bytes())
@@ -81,10 +81,7 @@ def drafting(folder: Path, settings: dict[str, Any] | None = None, *, num_layers
         yield engine
     finally:
         engine.close()
-
-
-def without_weights(model: Any) -> Any:
-    return model
+        gc.collect()  # vLLM's groups of workers, which hold sockets
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,11 +105,15 @@ def test_refits_bring_what_vllm_reads_of_a_checkpoint(family: str, tmp_path: Pat
 def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_path: Path) -> None:
     model = make_policy(family, tmp_path / "policy")
     with drafting(tmp_path / "policy") as engine:
+        assert engine.drafts is not None
         for version in range(3):
             make_agree(model, seed=version)
             refit(engine, model, version)
             asked = [request(0, PROMPT, temperature=0.0, max_new_tokens=40)]
+            engine.drafts.take()
             assert num_steps(engine, asked) <= 1 + 39 // 4 + 1, "all drafts are accepted"
+            drafted, accepted = engine.drafts.take()
+            assert drafted == accepted >= 29
             assert run_all(engine, asked)[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
         train(model, seed=1)
         running = request(1, PROMPT, max_new_tokens=40)
@@ -132,3 +133,25 @@ def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_pat
         made = run_all(engine, [request(n, each, temperature=0.0, max_new_tokens=40) for n, each in enumerate(prompts)])
         for number, prompt in enumerate(prompts):
             assert made[number].token_ids_T.tolist() == greedy(model, prompt, 40)
+
+
+def test_grpo_trains_what_drafts() -> None:
+    """As the policy learns, its layer learns to draft for it."""
+    Path("judging.py").write_text(JUDGE)
+    model = make_model(Path("model").absolute(), "glm4_moe", characters="0123456789+-= ", hidden_size=64, head_dim=32)
+    add_mtp_layers(model)
+    over = {
+        "policy": {
+            "new_model": None,
+            "model_name": str(model),
+            "mtp": {"num_layers": 1, "loss_scaling_factor": 1.0},
+            "generation": {"backend": "vllm", "vllm_kwargs": {"speculative_config": SPECULATION}},
+        }
+    }
+    ended = coordinator("up", write_config(merged(SEVENS, over)), timeout_s=280)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rewards, accepted = curve("run", "reward"), curve("run", "draft_acceptance_rate")
+    assert rewards[-3:].mean() > rewards[:3].mean() + 0.2
+    assert accepted[-3:].mean() > accepted[:3].mean() + 0.1
+    assert curve("run", "token_mult_prob_error").max() < 1.001
+    assert np.abs(curve("run", "sampling_importance_ratio") - 1).max() < 1e-3

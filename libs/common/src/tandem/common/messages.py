@@ -671,6 +671,8 @@ class Generated(Message, frozen=True, kw_only=True, tag=True):
     memory: MemoryUse
     gpus: Metrics = {}
     """Means of the engine's GPUs since its last reply, by the names of `tandem.observe.exporters.nvml.GpuUse`."""
+    drafts: tuple[Count, Count] | None = None
+    """Tokens that were drafted since its last reply, and those of them that were accepted; None without drafts."""
 
 
 class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):

@@ -87,6 +87,14 @@ class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
     prompt_scores: PromptScores | None = None
 
 
+class DraftMeter(Protocol):
+    """Meter of the tokens that an engine drafts."""
+
+    def take(self) -> tuple[int, int]:
+        """Return the tokens drafted since the last call, and those of them that were accepted."""
+        ...
+
+
 class Engine(Protocol):
     """Tokens in, tokens out; weights arrive in place by refit.
 
@@ -96,6 +104,8 @@ class Engine(Protocol):
 
     meter: MemoryMeter
     """Meter of the memory that the engine takes; of its workers, that of the one that takes most."""
+    drafts: DraftMeter | None
+    """None where nothing is drafted."""
 
     @property
     def version(self) -> int | None:

@@ -402,6 +402,7 @@ class RunningGenerations:
             seconds=generation.seconds,
             memory=self._parts.engine.meter.use(),
             gpus={} if self._parts.gpus is None else self._parts.gpus.means(),
+            drafts=None if self._parts.engine.drafts is None else self._parts.engine.drafts.take(),
         )
         self._context.reply(generation.command.command_id, reply)
 

@@ -50,6 +50,8 @@ class StepMetrics:
         self._queued_s: dict[int, float] = {}
         self._gpus: dict[str, list[float]] = {}
         """GPU readings of processes, named ``gpu_power_w_trainer``."""
+        self._drafts = [0, 0]
+        """Tokens that were drafted, and accepted."""
 
     def trained(self, process: str, reply: messages.Trained) -> None:
         """Add a rank's training step; the slowest rank counts."""
@@ -74,6 +76,8 @@ class StepMetrics:
         self._note_memory("generation", "training", "engine", reply.memory)
         if reply.gpus:
             self._note_gpus("engine", reply.gpus)
+        if reply.drafts is not None:
+            self._drafts = [total + num for total, num in zip(self._drafts, reply.drafts, strict=True)]
         if reply.purpose == "train":
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
@@ -114,6 +118,8 @@ class StepMetrics:
                 self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / seconds["generation"]
         else:
             self._memory.pop("generation_trainer", None)  # no process waits for generation
+        if self._drafts[0]:
+            self.metrics["draft_acceptance_rate"] = self._drafts[1] / self._drafts[0]
         self.metrics |= {name: sum(values) / len(values) for name, values in self._gpus.items()}
         self.metrics |= {f"memory_{name}_gb": num_bytes / 1e9 for name, num_bytes in self._memory.items()}
         self.metrics |= self._of_ranks()

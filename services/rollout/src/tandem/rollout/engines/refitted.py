@@ -13,7 +13,7 @@ from tandem.refit import holder, program, transfer
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.layout import Layout
 from tandem.refit.transports.meeting import GroupStore
-from tandem.rollout.engine import SequenceRequest, VersionNotHeld
+from tandem.rollout.engine import DraftMeter, SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import Detokenizer, StopStrings, load_detokenizer
 
@@ -49,6 +49,7 @@ class RefittedEngine:
         self._member = ""
         """The engine's name in the run, once a program is installed."""
         self.meter = MemoryMeter()
+        self.drafts: DraftMeter | None = None
         self.version: int | None = None
         """Weight version that the engine holds; None while it holds none, or a partial one."""
         self._is_paused = False

@@ -138,6 +138,8 @@ class VllmEngine(refitted.RefittedEngine):
         super().__init__(model_folder, self._workers or NoRefits(), settings.max_model_len, length_key)
         self.weights_sleep = not insides.is_on_cpu()  # on GPUs they wait in host memory
         self.meter = WorkersMeter(self._llm)
+        if arguments.get(SPECULATION) is not None:
+            self.drafts = speculation.DraftMeter(self._llm.engine)
         self._sequences: dict[int, RunningSequence] = {}
         self._num_arrived = 0
         self._num_updates = 0

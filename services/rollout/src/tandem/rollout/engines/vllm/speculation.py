@@ -51,6 +51,29 @@ def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any
     return arguments
 
 
+class DraftMeter:
+    """The tokens that an engine drafts, and those of them that it accepts."""
+
+    def __init__(self, engine: Any) -> None:
+        """Listen to the scheduler of an `LLMEngine`."""
+        self._num_drafted = self._num_accepted = 0
+        scheduler = engine.engine_core.engine_core.scheduler
+        note = scheduler.make_spec_decoding_stats
+
+        def note_and_count(*args: Any, num_draft_tokens: int, num_accepted_tokens: int, **kwargs: Any) -> Any:
+            self._num_drafted += num_draft_tokens
+            self._num_accepted += num_accepted_tokens
+            return note(*args, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens, **kwargs)
+
+        scheduler.make_spec_decoding_stats = note_and_count
+
+    def take(self) -> tuple[int, int]:
+        """Return the numbers since the last call."""
+        taken = self._num_drafted, self._num_accepted
+        self._num_drafted = self._num_accepted = 0
+        return taken
+
+
 @contextlib.contextmanager
 def draft_with_weights(config: Any) -> Iterator[None]:
     """Have a draft model that is loaded in this block read its own weights, by a configuration of vLLM's."""
