@@ -413,8 +413,8 @@ VLLM_CFG = "policy.generation.vllm_cfg"
             f"{VLLM_CFG}.expert_parallel_size (2: neither 1 nor tensor_parallel_size, which is 4)",
         ),
         (
-            [VLLM, "policy.generation.vllm_kwargs={speculative_config: {method: deepseek_mtp}}"],
-            "policy.generation.vllm_kwargs.speculative_config (deepseek_mtp)",
+            [VLLM, "policy.generation.vllm_kwargs={speculative_config: {method: medusa}}"],
+            "policy.generation.vllm_kwargs.speculative_config (medusa)",
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from engine_harness import random_prompts, reference_logprobs, request, run_all
 from safetensors.torch import load_file, save_file
 
+from tandem.common.errors import ModelError
 from tandem.config.schema.generation import VllmCfg
 from tandem.config.schema.policy import MtpConfig
 from tandem.rollout.engines.vllm.drafter import DraftingVllmEngine
@@ -23,12 +23,21 @@ from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import add_mtp_layers, make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.test_speculation import drafts_parameters, greedy, num_steps
-from tests.vllm.vllm_harness import refit, tiny_model, train
+from tests.vllm.vllm_harness import refit, running, tiny_model, train
 
 FAMILIES = ("glm4_moe", "deepseek_v3")
 PROMPT = (2, 7, 1, 8)
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
 CACHE = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, "speculative_config": SPECULATION}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_engine(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Start and end an engine with experts: vLLM keeps a socket of the first one in a process for good."""
+    folder = tmp_path_factory.mktemp("first")
+    tiny_model("qwen3_moe", folder)
+    with running(folder):
+        pass
 
 
 def make_policy(family: str, folder: Path) -> Any:
@@ -81,24 +90,26 @@ def drafting(folder: Path, settings: dict[str, Any] | None = None, *, num_layers
         yield engine
     finally:
         engine.close()
-        gc.collect()  # vLLM's groups of workers, which hold sockets
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next"])
 def test_refits_bring_what_vllm_reads_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     """Also what its kernels read in the place of parameters, bit for bit."""
+    settings = {"precision": "bfloat16"} if family == "qwen3_next" else {}
     model = make_policy(family, tmp_path / "policy")
-    with drafting(tmp_path / "policy") as engine:
-        held = []
+    expected = []
+    for version in range(2):
+        with drafting(write(model, tmp_path / f"version_{version}"), settings, num_layers=0) as engine:
+            expected.append(drafts_parameters(engine))
+        train(model, seed=version)
+    model = make_policy(family, tmp_path / "policy")
+    with drafting(tmp_path / "policy", settings) as engine:
         for version in range(2):
             refit(engine, model, version)
-            held.append((write(model, tmp_path / f"version_{version}"), drafts_parameters(engine)))
+            held = drafts_parameters(engine)
+            assert held.keys() == expected[version].keys()
+            assert not [name for name, each in expected[version].items() if not torch.equal(held[name], each)]
             train(model, seed=version)
-    for folder, parameters in held:
-        with drafting(folder, num_layers=0) as engine:
-            expected = drafts_parameters(engine)
-        assert parameters.keys() == expected.keys()
-        assert not [name for name, each in expected.items() if not torch.equal(parameters[name], each)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,8 +127,7 @@ def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_pat
             assert drafted == accepted >= 29
             assert run_all(engine, asked)[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
         train(model, seed=1)
-        running = request(1, PROMPT, max_new_tokens=40)
-        engine.add_request(running)
+        engine.add_request(request(1, PROMPT, max_new_tokens=40))
         for _ in range(3):
             engine.step()
         refit(engine, model, 3)  # in flight
@@ -133,6 +143,13 @@ def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_pat
         made = run_all(engine, [request(n, each, temperature=0.0, max_new_tokens=40) for n, each in enumerate(prompts)])
         for number, prompt in enumerate(prompts):
             assert made[number].token_ids_T.tolist() == greedy(model, prompt, 40)
+
+
+def test_a_folder_without_layers_is_refused(tmp_path: Path) -> None:
+    """vLLM would draft with whatever is in its memory."""
+    tiny_model("glm4_moe", tmp_path / "policy").save_pretrained(tmp_path / "policy")
+    with pytest.raises(ModelError, match="has no layers of multi-token prediction"), drafting(tmp_path / "policy"):
+        pass
 
 
 def test_grpo_trains_what_drafts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,44 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"policy\.mtp\.num_layers: 1, but these layers are known of .*not of mixtral"
     ):
         config_of(tmp_path)
+
+
+def drafting_with(num_layers: int = 1, **policy: Any) -> dict[str, Any]:
+    """Return keys of a policy that vLLM drafts for with so many trained layers."""
+    arguments = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    generation = {"backend": "vllm", "vllm_kwargs": arguments, "vllm_cfg": {"max_model_len": 64}}
+    return {"generation": generation, "mtp": {"num_layers": num_layers}, **policy}
+
+
+def test_engines_that_draft_with_them_are_offered_them(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    names = make_with_layers(folder)
+    config = make_config(folder, **drafting_with())
+    (_, offered), *_ = run_ranks(1, train, config, tmp_path / "step_1", BATCHES[:1], None)
+    of_layers = {name for name in offered if name.startswith("mtp.layers.0.")}
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    assert len(of_layers) == len([name for name in names if not name.endswith(copies)])
+    assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.block.mlp.experts.7.up_proj.weight"} <= of_layers
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num", "complaint"),
+    [
+        ("qwen3", 0, "mtp, but such layers draft in deepseek_v3, glm4_moe, qwen3_next, not in qwen3"),
+        ("glm4_moe", 0, "mtp, but the model's config.json has no num_nextn_predict_layers"),
+        ("glm4_moe", 1, "mtp drafts with 2 layers, but policy.mtp trains 1: refits would not bring all"),
+    ],
+)
+def test_where_they_cannot_draft_is_said(architecture: str, num: int, complaint: str, tmp_path: Path) -> None:
+    if num:
+        make_with_layers(tmp_path, architecture, 2)
+    else:
+        make_model(tmp_path, architecture)
+        described = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+        (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError) as refused:
+        make_config(tmp_path, **drafting_with(num))
+    assert f"policy.generation.vllm_kwargs.speculative_config: {complaint}" in str(refused.value)
 
 
 class NoLoss:

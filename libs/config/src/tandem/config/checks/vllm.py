@@ -6,15 +6,7 @@ from collections.abc import Iterator
 
 from tandem.config.installed import vllm_arguments
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, find_problem
-from tandem.config.models.families import (
-    MTP,
-    MTP_DRAFTS,
-    VLLM,
-    VLLM_PLANNED,
-    VLLM_READS,
-    VLLM_TABLES,
-    is_text_only,
-)
+from tandem.config.models.families import MTP_DRAFTS, VLLM, VLLM_PLANNED, VLLM_READS, VLLM_TABLES, is_text_only
 from tandem.config.models.model_sizes import read_model_config
 from tandem.config.problem import InvalidValue, Rule, describe_without_effect
 from tandem.config.schema import Config
@@ -69,6 +61,8 @@ def check_drafts_combine(config: Config) -> None:
 
 _LAYERS = "num_nextn_predict_layers"
 """Field of ``config.json`` by which vLLM knows of layers of multi-token prediction."""
+_ALONE = "qwen3_next"
+"""Family that has one such layer even without that field."""
 
 
 def check_layers_can_draft(config: Config) -> None:
@@ -84,12 +78,8 @@ def check_layers_can_draft(config: Config) -> None:
     if model_type is None:
         return
     if model_type not in MTP_DRAFTS:
-        known = ", ".join(MTP_DRAFTS)
-        text = f"mtp, but such layers draft in {known}, not in {model_type}"
-        if model_type in MTP:
-            text += ": vLLM 0.32 gives wrong probabilities where drafts are rejected between layers with a state"
-        raise InvalidValue(key, text)
-    num_layers = model.get(_LAYERS) or 0
+        raise InvalidValue(key, f"mtp, but such layers draft in {', '.join(MTP_DRAFTS)}, not in {model_type}")
+    num_layers = model.get(_LAYERS, int(model_type == _ALONE)) or 0
     if not num_layers:
         raise InvalidValue(key, f"mtp, but the model's config.json has no {_LAYERS}")
     if num_trained not in (0, num_layers):

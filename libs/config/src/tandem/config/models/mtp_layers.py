@@ -1,4 +1,4 @@
-"""A checkpoint's layers of multi-token prediction: their names there and in memory, and the shapes of their tensors.
+"""A checkpoint's layers of multi-token prediction: their names there and in memory, and their shapes.
 
 In memory they are a module of the policy's model. The layer ``mtp.layers.<n>`` has two norms, a projection, a decoder
 layer of the family (``block``), and a last norm.

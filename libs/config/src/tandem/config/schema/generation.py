@@ -207,8 +207,9 @@ class GenerationConfig(ConfigSection, frozen=True, kw_only=True):
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of vLLM's engine, by its own names; checked if vLLM is installed. `speculative_config` has
-    tokens drafted and verified: `method` ngram, draft_model or eagle3, `num_speculative_tokens`, `prompt_lookup_max`,
-    `prompt_lookup_min`, and `model`, a folder or a name on the Hub. Refits do not write the draft's weights."""
+    tokens drafted and verified: `method` ngram, draft_model, eagle3 or mtp, `num_speculative_tokens`,
+    `prompt_lookup_max`, `prompt_lookup_min`, and `model`, a folder or a name on the Hub. Refits write the draft's
+    weights only where it is the layers that `policy.mtp` trains."""
     sglang_cfg: dict[str, Any] | None = None
     """Settings of SGLang; read only if `backend` is sglang."""
     mcore_generation_config: dict[str, Any] | None = None

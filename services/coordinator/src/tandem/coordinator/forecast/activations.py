@@ -234,9 +234,9 @@ class _DTensorRank(_Rank):
     def mtp(self, num_tokens: float) -> float:
         """Return what layers of multi-token prediction keep: they run once for each prediction, and recompute nothing.
 
-        Both norms of an input in float32, normalised, and their results in one tensor, which the projection keeps; the
-        decoder layer, like the policy's last; the last norm, the states that are scored, and their logits, where these
-        are few enough to be kept.
+        Two norms keep their inputs in float32, and normalised, and the projection their results in one tensor. Then
+        come the decoder layer, like the policy's last, and the last norm. Scored states are kept, and their logits
+        where these are few.
         """
         if not self.policy.mtp.num_layers:
             return 0.0

@@ -47,8 +47,8 @@ class DraftingVllmEngine(VllmEngine):
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._arguments(model_folder, settings, extra)
         without_weights = {**arguments[SPECULATION], "draft_load_config": None}
-        asked = {**arguments.get("additional_config", {}), DRAFTS: self._num_layers}
-        return {**arguments, SPECULATION: without_weights, "additional_config": asked}
+        worker_config = {**arguments.get("additional_config", {}), DRAFTS: self._num_layers}
+        return {**arguments, SPECULATION: without_weights, "additional_config": worker_config}
 
 
 class DraftingPart(WorkerPart):
@@ -97,12 +97,12 @@ def _learn(model: Any, vllm_config: Any, rank: int) -> LearnedParameters:
     probe = LoaderProbe(model, {**tensors, **of_policy}, _make_converter(config, num_layers))
     with disable_mtp_completeness_check():  # not all is loaded at once
         learned_map, proof = learn_map(probe, cache_path(vllm_config, config, rank, f"{num_layers} layers"))
-    own = {
+    slices_of_layers = {
         name: slices
         for name, slices in learned_map.slices.items()
         if all(landed.tensor <= len(tensors) for landed in slices)
     }
-    learned = LearnedParameters(tensors, msgspec.structs.replace(learned_map, slices=own))
+    learned = LearnedParameters(tensors, msgspec.structs.replace(learned_map, slices=slices_of_layers))
     learned.keep_proof(model, *proof)
     return learned
 
@@ -151,5 +151,5 @@ def _join(policy: Weights, drafter: Weights) -> Weights:
             pieces.offset_P,
             pieces.strides_PD,
         )
-    own = {f"{_STORAGES}{name}": storage for name, storage in drafter.storages.items()}
-    return Weights(builder.build(), {**policy.storages, **own})
+    storages = {f"{_STORAGES}{name}": storage for name, storage in drafter.storages.items()}
+    return Weights(builder.build(), {**policy.storages, **storages})

@@ -139,7 +139,7 @@ class VllmEngine(refitted.RefittedEngine):
         self.weights_sleep = not insides.is_on_cpu()  # on GPUs they wait in host memory
         self.meter = WorkersMeter(self._llm)
         if arguments.get(SPECULATION) is not None:
-            self.drafts = speculation.DraftMeter(self._llm.engine)
+            self.drafts = speculation.ScheduledDrafts(self._llm.engine)
         self._sequences: dict[int, RunningSequence] = {}
         self._num_arrived = 0
         self._num_updates = 0
@@ -387,7 +387,7 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
     """Return the arguments of vLLM's engine. Raises `ConfigError` for an argument in `extra` that it does not take."""
     further = select_forwarded(extra)
     if further.get(SPECULATION) is not None:
-        further[SPECULATION] = speculation.engine_argument(further[SPECULATION], settings)
+        further[SPECULATION] = speculation.engine_argument(further[SPECULATION], settings, model_folder)
     overrides, dtype = insides.architectures(model_folder), settings.precision
     if settings.precision == float8.PRECISION:
         overrides["quantization_config"] = float8.quantization_config(insides.read_config(model_folder))

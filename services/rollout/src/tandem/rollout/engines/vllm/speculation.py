@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts that vLLM verifies, by n-grams of the sequence, their own model, or the policy's layers.
+"""Speculative decoding: drafts by n-grams, a model or the policy's own layers, verified.
 
 A draft is accepted or redrawn so that tokens have the distribution they have without (Leviathan et al. 2023,
 arXiv:2211.17192), and their log-probabilities are of that distribution. Which tokens a seed gives depends on drafts.
@@ -24,13 +24,16 @@ from torch import get_num_threads, set_num_threads  # vLLM's worker replaces the
 
 from tandem.common.errors import ModelError
 from tandem.config.installed.vllm_arguments import DRAFT_METHODS, DRAFTED_BY_MODEL, MTP_METHODS, SPECULATION
+from tandem.config.models.hf_config import load_config
+from tandem.config.models.mtp_layers import name_layer
 from tandem.config.schema.generation import VllmCfg
+from tandem.refit.adapters import catalogue
 
 _UNSEARCHABLE = "llvmlite.binding.ffi"
 """A module with an object that has every attribute, so that it seems to have a dictionary of them."""
 
 
-def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any]:
+def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg, model_folder: Path) -> dict[str, Any]:
     """Return the value of vLLM's argument. Raises `ModelError` if what the method needs is missing."""
     arguments = {name: value for name, value in settings.items() if value is not None}
     assert arguments["method"] in DRAFT_METHODS, "others are refused by the configuration"
@@ -39,6 +42,9 @@ def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any
         "draft_load_config": {"load_format": "safetensors", "use_tqdm_on_load": False},
     }
     if arguments["method"] in MTP_METHODS:
+        names = name_layer(0, load_config(str(model_folder), None).get_text_config())
+        if names is None or names.parts["eh_proj.weight"] not in catalogue.read_places(model_folder):
+            raise ModelError(f"{model_folder} has no layers of multi-token prediction, with which to draft")
         return {**arguments, "method": MTP_METHODS[0], **of_model}
     if arguments["method"] in DRAFTED_BY_MODEL:
         if not Path(arguments["model"]).is_dir():
@@ -51,7 +57,7 @@ def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any
     return arguments
 
 
-class DraftMeter:
+class ScheduledDrafts:
     """The tokens that an engine drafts, and those of them that it accepts."""
 
     def __init__(self, engine: Any) -> None:
@@ -69,9 +75,9 @@ class DraftMeter:
 
     def take(self) -> tuple[int, int]:
         """Return the numbers since the last call."""
-        taken = self._num_drafted, self._num_accepted
+        counts = self._num_drafted, self._num_accepted
         self._num_drafted = self._num_accepted = 0
-        return taken
+        return counts
 
 
 @contextlib.contextmanager
