@@ -145,6 +145,18 @@ def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_pat
             assert made[number].token_ids_T.tolist() == greedy(model, prompt, 40)
 
 
+def test_two_workers_share_the_layers(tmp_path: Path) -> None:
+    model = make_policy("glm4_moe", tmp_path / "policy")
+    make_agree(model, seed=0)
+    with drafting(tmp_path / "policy", {"tensor_parallel_size": 2}) as engine:
+        refit(engine, model, 0)
+        made = run_all(engine, [request(0, PROMPT, temperature=0.0, max_new_tokens=40)])
+        assert made[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
+        assert engine.drafts is not None
+        drafted, accepted = engine.drafts.take()
+        assert drafted == accepted >= 29
+
+
 def test_a_folder_without_layers_is_refused(tmp_path: Path) -> None:
     """vLLM would draft with whatever is in its memory."""
     tiny_model("glm4_moe", tmp_path / "policy").save_pretrained(tmp_path / "policy")

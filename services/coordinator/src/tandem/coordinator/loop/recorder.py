@@ -34,6 +34,9 @@ _OF_OTHERS = {
 class StepMetrics:
     """Metrics and seconds of one step."""
 
+    _num_drafted = _num_accepted = 0
+    """Tokens that were drafted, and those of them that were accepted."""
+
     def __init__(self, *, is_asynchronous: bool = False, without_policy: Collection[str] = ()) -> None:
         """`is_asynchronous`: whether engines generate while trainers train. `without_policy`: trainers without one."""
         self.metrics: dict[str, float] = {}
@@ -50,8 +53,6 @@ class StepMetrics:
         self._queued_s: dict[int, float] = {}
         self._gpus: dict[str, list[float]] = {}
         """GPU readings of processes, named ``gpu_power_w_trainer``."""
-        self._drafts = [0, 0]
-        """Tokens that were drafted, and accepted."""
 
     def trained(self, process: str, reply: messages.Trained) -> None:
         """Add a rank's training step; the slowest rank counts."""
@@ -77,7 +78,7 @@ class StepMetrics:
         if reply.gpus:
             self._note_gpus("engine", reply.gpus)
         if reply.drafts is not None:
-            self._drafts = [total + num for total, num in zip(self._drafts, reply.drafts, strict=True)]
+            self._note_drafts(*reply.drafts)
         if reply.purpose == "train":
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
@@ -92,6 +93,12 @@ class StepMetrics:
         _keep_maxima(self._memory, {f"{works}_{kind}": use.peak, f"{waits}_{kind}": use.held})
         if use.reserved:
             _keep_maxima(self._memory, {f"{works}_{kind}_reserved": use.reserved})
+
+    def _note_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
+        if self._num_drafted:
+            self.metrics["draft_acceptance_rate"] = self._num_accepted / self._num_drafted
 
     def _note_gpus(self, kind: str, gpus: Mapping[str, float]) -> None:
         for name, value in gpus.items():
@@ -118,8 +125,6 @@ class StepMetrics:
                 self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / seconds["generation"]
         else:
             self._memory.pop("generation_trainer", None)  # no process waits for generation
-        if self._drafts[0]:
-            self.metrics["draft_acceptance_rate"] = self._drafts[1] / self._drafts[0]
         self.metrics |= {name: sum(values) / len(values) for name, values in self._gpus.items()}
         self.metrics |= {f"memory_{name}_gb": num_bytes / 1e9 for name, num_bytes in self._memory.items()}
         self.metrics |= self._of_ranks()
