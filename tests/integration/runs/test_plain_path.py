@@ -33,6 +33,8 @@ BY_THE_CLOCK = frozenset({"coordinator/observers/live_file.py"})
 """Files of what is done every second, and not by a step: only where steps are long is it in each of them."""
 OF_HEARTBEATS = frozenset(
     {
+        ("common/process_lifetime.py", "_read_status"),
+        ("common/process_lifetime.py", "is_waiting_for_disk"),
         ("common/texts.py", "shorten"),
         ("common/texts.py", "visible"),
         ("coordinator/processes/registry.py", "ProcessRegistry.broadcast"),
