@@ -22,8 +22,7 @@ from tandem.trainer.backends.mtp import MtpLayers, attach_layers
 from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import add_mtp_layers, make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
-from tests.vllm.test_speculation import drafts_parameters, greedy, num_steps
-from tests.vllm.vllm_harness import refit, running, tiny_model, train
+from tests.vllm.vllm_harness import drafts_parameters, greedy, num_steps, refit, running, tiny_model, train
 
 FAMILIES = ("glm4_moe", "deepseek_v3")
 PROMPT = (2, 7, 1, 8)

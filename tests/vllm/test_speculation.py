@@ -21,12 +21,11 @@ from engine_harness import (
 )
 from safetensors.torch import load_file, save_file
 
-from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
-from tests.vllm.vllm_harness import refit, running, tiny_model, train
+from tests.vllm.vllm_harness import drafts_parameters, greedy, num_steps, refit, running, tiny_model, train
 
 PROMPT = (2, 7, 1, 8)
 REPEATING = (2, 7, 1, 8, 2, 7, 1, 8, 2, 7)
@@ -73,25 +72,6 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with running(folder / "policy", speculative_config=speculation) as engine:
         refit(engine, model, 0)
         yield Drafting(engine, model, draft)
-
-
-def greedy(model: Any, prompt: tuple[int, ...], num_new: int) -> list[int]:
-    sequence = [*prompt]
-    for _ in range(num_new):
-        with torch.no_grad():
-            sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
-    return sequence[len(prompt) :]
-
-
-def num_steps(engine: VllmEngine, requests: list[SequenceRequest]) -> int:
-    """Generate, and return how many steps that took."""
-    for one in requests:
-        engine.add_request(one)
-    steps = 0
-    while engine.num_unfinished:
-        engine.step()
-        steps += 1
-    return steps
 
 
 def test_greedy_tokens_are_those_of_the_model_in_fewer_steps(drafting: Drafting) -> None:
@@ -187,13 +167,6 @@ def test_drafts_contain_no_forbidden_sequence(drafting: Drafting) -> None:
         if one.request_id:
             expected = logprobs_without(drafting.model, REPEATING, own, forbidden)
             assert made[one.request_id].logprobs_T.tolist() == pytest.approx(expected, abs=1e-4)
-
-
-def drafts_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
-    (found,) = engine._llm.engine.collective_rpc(
-        lambda worker: {n: p.detach().clone() for n, p in worker.model_runner.drafter.model.named_parameters()}
-    )
-    return dict(found)
 
 
 def test_refits_write_the_policy_and_leave_the_draft_alone(tmp_path: Path) -> None:

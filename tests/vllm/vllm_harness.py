@@ -12,6 +12,7 @@ import torch
 from engine_harness import make_model, make_programs, shared_layout
 
 from tandem.config.schema.generation import VllmCfg
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.samples.routed_experts import RoutedExperts
@@ -161,4 +162,30 @@ def _parameters_of(worker: Any) -> dict[str, torch.Tensor]:
 def live_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
     """Return the parameters that refits write, of an engine whose worker is in this process."""
     (found,) = engine._llm.engine.collective_rpc(lambda worker: worker.part.parameters())
+    return dict(found)
+
+
+def greedy(model: Any, prompt: tuple[int, ...], num_new: int) -> list[int]:
+    sequence = [*prompt]
+    for _ in range(num_new):
+        with torch.no_grad():
+            sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
+    return sequence[len(prompt) :]
+
+
+def num_steps(engine: VllmEngine, requests: list[SequenceRequest]) -> int:
+    """Generate, and return how many steps that took."""
+    for one in requests:
+        engine.add_request(one)
+    steps = 0
+    while engine.num_unfinished:
+        engine.step()
+        steps += 1
+    return steps
+
+
+def drafts_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
+    (found,) = engine._llm.engine.collective_rpc(
+        lambda worker: {n: p.detach().clone() for n, p in worker.model_runner.drafter.model.named_parameters()}
+    )
     return dict(found)
