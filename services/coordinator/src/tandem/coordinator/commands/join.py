@@ -37,7 +37,7 @@ def add_rollouts(commands: Commands) -> None:
     """Declare ``rollouts``."""
     rollouts = commands.add_parser(
         "rollouts",
-        help="launch engines for a run elsewhere, whose weights come by refit.store",
+        help="launch engines that take weights from refit.store",
         description="Launch rollout engines, keep them running, and end with the run. Weights reach them by the run's "
         "refit.store. They connect to the coordinator and to the store, and trainers fetch samples from them.",
     )
