@@ -42,7 +42,8 @@ ONE_GPU: dict[str, Any] = {
     "checkpointing": {"enabled": False},
     "cluster": {"gpus_per_node": 1},
 }
-HOLD, HELD = Path("hold"), Path("held_up")
+HOLD, HELD = Path("loss_is_held"), Path("loss_waits")
+"""Not `hold`, which holds the rewards of the harness."""
 SLOW = f"""
 import time
 from pathlib import Path
