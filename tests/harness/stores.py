@@ -124,7 +124,8 @@ class StoreRefit:
         return compare(held, {"rollout": parts})
 
     def objects(self) -> list[str]:
-        return self.access.objects.list_all()
+        objects = self.access.objects
+        return sorted(path.removeprefix(f"{objects._root}/") for path in objects._call("find", objects._root))
 
     def close(self) -> None:
         for mirror in self.mirrors.values():

@@ -105,6 +105,8 @@ def describe_media(
     undrawable = undrawable_ids(tokenizer, tokenizer.settings.family)
     limits = DEFAULT_LIMITS if config is None else ImageLimits(max_pixels=config.data.max_image_pixels)
     if received is not None:
-        return {"read_image": received.get, "undrawable": undrawable, "limits": limits}
-    assert config is not None, "a server keeps what it is sent"
-    return {"read_image": image_folder(config).get, "undrawable": undrawable, "limits": limits}
+        read_image = received.get
+    else:
+        assert config is not None, "a server keeps what it is sent"
+        read_image = image_folder(config).get
+    return {"read_image": read_image, "undrawable": undrawable, "limits": limits}

@@ -25,7 +25,6 @@ from msgspec import Meta
 
 from tandem.common.errors import RefitError
 from tandem.common.messages import Count, Sha256
-from tandem.refit.store.published import ChunkRange
 from tandem.refit.transports import encoding
 from tandem.refit.transports.encoding import EncodingKind
 
@@ -65,11 +64,6 @@ class StoredChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """Index into `VersionManifest.parts`."""
     offset: Count
     """First of its bytes in the part."""
-
-    @property
-    def range(self) -> ChunkRange:
-        """Its place."""
-        return ChunkRange(self.storage, self.begin, self.num_bytes, self.item_size)
 
     @property
     def num_encoded(self) -> int:

@@ -1,6 +1,6 @@
 """An engine's end of a store: a mirror in shared memory, which follows in the background.
 
-    a thread     ──▶ look for the newest version, or the one that is target; read what differs from what is held; check
+    a thread     ──▶ look for the newest version, or the one that is wanted; read what differs from what is held; check
                      it; bring the mirror to it
     the engine   ──▶ `want` a version; once `is_held`, copy out of the mirror between two tokens
 
@@ -58,7 +58,7 @@ class SourceMirror:
         self.memory: dict[int, torch.Tensor] = {}
         """Bytes by number of the storage."""
         self.needed: dict[int, list[tuple[int, int]]] = {}
-        """Ranges of bytes of each that are needed, in any order."""
+        """Ranges of bytes of each that are needed, disjoint and in order."""
         self.version: int | None = None
         """Version that all needed chunks have; None while they are of different ones."""
         self.digest = ""
@@ -155,19 +155,14 @@ class StoreMirror:
                 source.names.append(storage.name)
                 source.memory[number_of(storage.name)] = _allocate(storage.num_bytes)
             number = number_of(storage.name)
-            source.needed.setdefault(number, []).extend(_ranges(transfer, index))
+            source.needed[number] = _join([*source.needed.get(number, ()), *_ranges(transfer, index)])
             storages.append(msgspec.structs.replace(storage, address=shm.share(source.memory[number])))
         return msgspec.structs.replace(transfer, transport=shm.ShmTransport.name, source_storages=tuple(storages))
 
     def _check_room(self) -> None:
         needed = sum(
-            high - low
-            for source in self._sources.values()
-            for ranges in source.needed.values()
-            for low, high in _join(ranges)
+            high - low for source in self._sources.values() for ranges in source.needed.values() for low, high in ranges
         )
-        for source in self._sources.values():
-            source.needed = {storage: _join(ranges) for storage, ranges in source.needed.items()}
         status = os.statvfs("/dev/shm")
         free = status.f_bavail * status.f_frsize
         if needed > free:

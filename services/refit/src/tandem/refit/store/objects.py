@@ -7,7 +7,7 @@ addresses come by each protocol's own means, such as ``AWS_PROFILE`` and ``AWS_E
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec.asyn  # type: ignore[import-untyped]
@@ -81,11 +81,6 @@ class ObjectStore:
         except ObjectMissing:
             return []
 
-    def list_all(self) -> list[str]:
-        """Return all names, as far as the store shows them. Raises `StoreFailure`."""
-        with _translated(self.url):
-            return sorted(path.removeprefix(f"{self._root}/") for path in self._call("find", self._root))
-
     def _call(self, method: str, *arguments: Any, num_bytes: int = 0, **options: Any) -> Any:
         """Call the client; one that works in its own thread gets a deadline, since some of its waits have none."""
         if not self._files.async_impl:
@@ -107,10 +102,3 @@ def _translated(name: str) -> Iterator[None]:
         raise ObjectMissing(f"{name} is not there") from error
     except Exception as error:  # clients have errors of their own, of many kinds
         raise StoreFailure(f"{name}: {type(error).__name__}: {error}") from error
-
-
-def remove_all(store: ObjectStore, names: Iterable[str]) -> None:
-    """Remove objects as far as the store answers."""
-    for name in names:
-        with contextlib.suppress(StoreFailure):
-            store.remove(name)

@@ -43,10 +43,6 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
     item_size: int
     """Bytes of the integers that are compared."""
 
-    def as_tuple(self) -> tuple[int, int, int, int]:
-        """Return the fields."""
-        return self.storage, self.begin, self.num_bytes, self.item_size
-
 
 class PublishedShare(msgspec.Struct, frozen=True, eq=False):
     """The share of one trainer, as K slices in chunks."""

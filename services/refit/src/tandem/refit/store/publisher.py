@@ -12,6 +12,7 @@ An engine that cannot read a version, because an object was lost or torn, asks f
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from tandem.refit.layout import DTYPES, Layout
 from tandem.refit.program import ProcessVerification
 from tandem.refit.store import manifest as format_
 from tandem.refit.store.manifest import DamagedObject, StoredChunk, StoredPart, VersionManifest, VersionNote
-from tandem.refit.store.objects import ObjectStore, StoreFailure, remove_all
+from tandem.refit.store.objects import ObjectStore, StoreFailure
 from tandem.refit.store.published import PublishedShare, publish_layout
 from tandem.refit.transports import encoding
 from tandem.refit.transports.copying import BoundCopier
@@ -59,8 +60,6 @@ class StoreAccess(NamedTuple):
 class _Version(NamedTuple):
     """A version to write."""
 
-    number: int
-    """Rises with each."""
     version: int
     changes: tuple[MessageDifference, ...]
     """By chunk. Those of whole chunks are the kept bytes, which the next version changes."""
@@ -99,11 +98,10 @@ class StorePublisher:
         """Whether `_kept` is the version before."""
         self._changing = threading.Condition()
         self._pending: _Version | None = None
-        self._number = 0
         self._written: list[_Written] = []
         """Versions that are in the store, and what of them may still be read: the newest is the last."""
-        self._parts: dict[str, int] = {}
-        """Parts that are in the store, and their bytes."""
+        self._parts: set[str] = set()
+        """Digests of the parts that are in the store."""
         self._repeated = -1, 0, 0.0
         """Version that was last written again, how often, and when it may be once more."""
         self._is_closed = False
@@ -134,14 +132,13 @@ class StorePublisher:
         with self._changing:
             is_chained = self._is_known and self._pending is None and self._may_go_on()
             self._is_known = False  # if what follows fails
-            self._number += 1
             changes = [
                 self._take(old_bytes, *packer, chunk.item_size, is_whole=not is_chained)
                 for old_bytes, packer, chunk in zip(self._kept, self._packers, self._share.chunks, strict=True)
             ]
             self._is_known = True
             is_whole = all(change.kind is EncodingKind.WHOLE for change in changes)
-            self._pending = _Version(self._number, version, tuple(changes), is_whole, since)
+            self._pending = _Version(version, tuple(changes), is_whole, since)
             self._changing.notify_all()
 
     def is_idle(self) -> bool:
@@ -250,8 +247,15 @@ class StorePublisher:
                 offset += pending.changes[chunk].bytes_.numel()
         chunks = tuple(
             StoredChunk(
-                *place.as_tuple(),
-                *(int(change.kind), change.num_changed, change.num_gaps, *place_of.get(index, (0, 0))),
+                storage=place.storage,
+                begin=place.begin,
+                num_bytes=place.num_bytes,
+                item_size=place.item_size,
+                kind=int(change.kind),
+                num_changed=change.num_changed,
+                num_gaps=change.num_gaps,
+                part=place_of.get(index, (0, 0))[0],
+                offset=place_of.get(index, (0, 0))[1],
             )
             for index, (place, change) in enumerate(zip(self._share.chunks, pending.changes, strict=True))
         )
@@ -267,7 +271,7 @@ class StorePublisher:
         if part.digest in self._parts:
             return part, False
         self._access.objects.write(self._name(format_.PARTS, part.digest), contents)
-        self._parts[part.digest] = part.num_bytes
+        self._parts.add(part.digest)
         return part, True
 
     def _heed_asked(self) -> None:
@@ -291,9 +295,8 @@ class StorePublisher:
             self._repeated = request.version, times + 1, now + min(_REPEAT_S * 2**times, _LONGEST_REPEAT_S)
             self._say(f"refit.store: version {request.version} could not be read by an engine: it is written again")
             self._parts.clear()  # whatever was lost, all of it is written anew
-            self._number += 1
             changes = tuple(encoding.wrap(old_bytes) for old_bytes in self._kept)
-            self._pending = _Version(self._number, request.version, changes, True, time.monotonic())
+            self._pending = _Version(request.version, changes, True, time.monotonic())
 
     def _may_go_on(self) -> bool:
         """Return whether one more version may build on the newest: the chain is short, and cheaper to read than two."""
@@ -320,8 +323,7 @@ class StorePublisher:
         old, self._written = self._written[:first], self._written[first:]
         needed = frozenset[str]().union(*(each.parts for each in self._written))
         parts = frozenset[str]().union(*(each.parts for each in old)) - needed
-        for digest in parts:
-            self._parts.pop(digest, None)
+        self._parts -= parts
         return [
             *(self._name(format_.VERSIONS, str(each.version)) for each in old),
             *(self._name(format_.PARTS, digest) for digest in sorted(parts)),
@@ -348,8 +350,10 @@ class StorePublisher:
         names = [self._name(format_.NEWEST), self._name(format_.ASKED)]
         names += [self._name(format_.VERSIONS, str(each.version)) for each in self._written]
         names += [self._name(format_.PARTS, digest) for digest in self._parts]
-        remove_all(self._access.objects, names)
-        try:
+        for name in names:
+            with contextlib.suppress(StoreFailure):
+                self._access.objects.remove(name)
+        try:  # and what the store lists: objects of which it is not known whether they were written
             self._access.objects.remove_folder(f"{self._access.run}/{self._writer}")
         except StoreFailure as error:
             self._say(f"refit.store: {error}")
@@ -361,7 +365,7 @@ class StorePublisher:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
         self._thread, self._pending, self._is_closed = None, None, False
-        self._written, self._parts = [], {}
+        self._written, self._parts = [], set()
 
     @property
     def _writer(self) -> str:
