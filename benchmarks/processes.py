@@ -6,7 +6,10 @@ socket. What a benchmark wants beside the plane's commands (an alternative, new 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 import torch.multiprocessing
 from torch.distributed import TCPStore
 
@@ -325,6 +329,22 @@ class Plane:
     def _serve(self, command: Any) -> Any:
         self._service.handle(command, {})
         return _FROM_REFIT.decode(self._replies.replies.pop()).message
+
+
+def enter_network(namespace: str) -> None:
+    """Move this thread, and those that it starts, to a network namespace."""
+    with open(f"/run/netns/{namespace}", "rb") as opened:
+        if ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), namespace)
+
+
+def limit_rate(namespace: str, gigabytes_per_s: float) -> None:
+    """Hold what a host sends over its cable to a rate."""
+    words = f"qdisc add dev cable root tbf rate {gigabytes_per_s * 8}gbit burst 4mb latency 100ms"
+    command = ["tc", "-n", namespace, *words.split()]
+    limited = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if limited.returncode:
+        pytest.skip(f"the cable cannot be held to a rate here: {limited.stderr.strip()}")
 
 
 def clock() -> float:

@@ -28,7 +28,7 @@ import pytest
 import torch
 from measure import keep_ratios
 from one_trainer import LENGTH, MODEL, NUM_SEQUENCES, make_batch, one_trainer
-from processes import Asked, Remote, config_json, started
+from processes import Asked, Remote, config_json, enter_network, limit_rate, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 from torch.distributed import PrefixStore, TCPStore
@@ -168,7 +168,7 @@ class End:
         self.store: TCPStore | None = None
 
     def asked(self) -> Asked:
-        asked = (self.enter, self.host, self.connect, self.write, self.run, self.digest)
+        asked = (enter_network, self.host, self.connect, self.write, self.run, self.digest)
         return {each.__name__: each for each in asked}
 
     def handle(self, command: Any, arrays: Any) -> None:
@@ -182,11 +182,6 @@ class End:
             bound.close()
         for group in self.groups.values():
             group.close()
-
-    def enter(self, namespace: str) -> None:
-        with open(f"/run/netns/{namespace}", "rb") as opened:
-            if ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), 0):
-                raise OSError(ctypes.get_errno(), namespace)
 
     def host(self, address: str) -> None:
         self.store = TCPStore(address, PORT, is_master=True, wait_for_workers=False)
@@ -235,11 +230,7 @@ class Cable:
 
     def __init__(self, namespaces: Mapping[str, str], gigabytes_per_s: float) -> None:
         self._engines = namespaces["engines"]
-        words = f"qdisc add dev cable root tbf rate {gigabytes_per_s * 8}gbit burst 4mb latency 100ms"
-        command = ["tc", "-n", namespaces["trainers"], *words.split()]
-        held = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        if held.returncode:
-            pytest.skip(f"the cable cannot be held to a rate here: {held.stderr.strip()}")
+        limit_rate(namespaces["trainers"], gigabytes_per_s)
 
     def carried(self) -> int:
         command = ["ip", "netns", "exec", self._engines, "cat", "/sys/class/net/cable/statistics/rx_bytes"]
@@ -263,7 +254,7 @@ def test_over_a_cable(benchmark: BenchmarkFixture, hosts: dict[str, str], gigaby
     num_bytes = sum(link.num_bytes for link in made.links)
     results: dict[str, Any] = {}
     with started(make, config_json("off"), members) as remotes:
-        everywhere(remotes, "enter", {"trainer-0": hosts["trainers"], "rollout-0": hosts["engines"]})
+        everywhere(remotes, "enter_network", {"trainer-0": hosts["trainers"], "rollout-0": hosts["engines"]})
         remotes["trainer-0"].ask("host", ADDRESSES["trainers"])
         everywhere(remotes, "connect", ADDRESSES["trainers"])
         benchmark.pedantic(lambda: results.update(measure(remotes, cable)), rounds=1)

@@ -1,15 +1,22 @@
 """A version through a store beside one that is streamed: seconds and bytes, by the share of elements that changed.
 
-One trainer and one engine, a process and a thread each, on one machine: streams go over gloo and loopback, and the
-store is a folder. Both ways take turns. A version's seconds last from the moment at which the trainer has it until the
-engine computes with it; for the store that is: compare, write, read, check, change the mirror, copy. Bytes are those of
-payloads and parts. The weights are bfloat16, and every element is compared by its digest.
+One trainer and one engine, a process and a thread each. Both ways take turns. A version's seconds last from the moment
+at which the trainer has it until the engine computes with it; for the store that is: compare, write, read, check,
+change the mirror, copy. Bytes are those of payloads and parts. The weights are bfloat16, and every element is compared
+by its digest.
+
+On one machine, streams go over gloo and loopback, and the store is a folder. Over links, the trainer, the engine and
+moto's S3 server are in network namespaces on one switch, and what each sends is held to a rate: a streamed version
+crosses one link, a stored one two. That server is Python, and shares the processors with both ends.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from measure import keep_ratios
-from processes import Asked, Remote, config_json, started
+from processes import Asked, Remote, config_json, enter_network, limit_rate, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 from torch.distributed import PrefixStore, TCPStore
@@ -36,6 +43,8 @@ from tandem.refit.store.publisher import StoreAccess, StorePublisher
 from tandem.refit.transports import process_group
 from tandem.refit.weights import bind
 from tests.harness.ports import free_port
+from tests.harness.runs import hosts_harness
+from tests.harness.runs.hosts_harness import ADDRESSES, on
 
 SHARES = sized((1.0, 0.03, 0.007), (0.03,))
 NUM_ROUNDS = sized(3, 1, long=7)
@@ -57,8 +66,17 @@ class End:
     """A trainer or an engine, with its weights and both ways to move them."""
 
     def __init__(
-        self, context: ServiceContext, connection: Connection, encoded: bytes, streamed: bytes, stored: bytes, url: str
+        self,
+        context: ServiceContext,
+        connection: Connection,
+        encoded: bytes,
+        streamed: bytes,
+        stored: bytes,
+        url: str,
+        namespace: str = "",
     ) -> None:
+        if namespace:  # before anything that has a thread
+            enter_network(namespace)
         self.layout, self.programs = layout.decode(encoded), [program.decode(each) for each in (streamed, stored)]
         self.memory = {each.name: torch.zeros(each.num_bytes, dtype=torch.uint8) for each in self.layout.storages}
         self.groups: dict[str, process_group.ConnectedGroup] = {}
@@ -75,7 +93,8 @@ class End:
         self.store: TCPStore | None = None
 
     def asked(self) -> Asked:
-        asked = (self.connect, self.write, self.stream_version, self.publish, self.take, self.num_read, self.digest)
+        weights = (self.write, self.stream_version, self.publish, self.take, self.num_read, self.digest)
+        asked = (self.make_bucket, self.connect, *weights)
         return {each.__name__: each for each in asked}
 
     def handle(self, command: Any, arrays: Any) -> None:
@@ -91,22 +110,36 @@ class End:
         for group in self.groups.values():
             group.close()
 
-    def connect(self, port: int, is_master: bool) -> None:
-        self.store = TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
+    def connect(self, address: str, port: int, is_master: bool) -> None:
+        self.store = TCPStore(address, port, is_master=is_master, wait_for_workers=False)
         for group in self.programs[0].transfer_groups:
             self.groups[group.name] = process_group.connect(
                 group, self.programs[0].member, PrefixStore("benchmark", self.store), torch.device("cpu"), TIMEOUT_S
             )
 
     def write(self, version: int, share: float) -> None:
-        """Change so many elements by the last bit, as most steps do."""
+        """Make so many elements the next larger number, as most steps do."""
         for number, name in enumerate(self.memory):
             values = self.memory[name].view(torch.int16)
             generator = torch.Generator().manual_seed(version * 1000 + number)
             if version == 0:
                 values.copy_(torch.randint(0x3000, 0x3F00, values.shape, generator=generator, dtype=torch.int16))
             else:
-                values ^= torch.rand(values.shape, generator=generator) < share
+                # Never back to what it was: parts that the store still has are not written again.
+                values += torch.rand(values.shape, generator=generator) < share
+
+    def make_bucket(self) -> None:
+        """Make a bucket, as soon as the server answers."""
+        import s3fs
+
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
+            except Exception:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
 
     def stream_version(self) -> int:
         return sum(self.stream.run(TIMEOUT_S).values())
@@ -175,8 +208,15 @@ def measure(trainer: Remote, engine: Remote) -> dict[str, dict[str, dict[str, li
     return by_share
 
 
-@pytest.mark.timeout(1800)
-def test_through_a_store(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+def compare(
+    benchmark: BenchmarkFixture,
+    url: str,
+    where: str,
+    address: str = "127.0.0.1",
+    namespaces: Mapping[str, str] | None = None,
+    prepare: Callable[[Remote], None] = lambda trainer: None,
+) -> None:
+    """Measure both ways between two processes, which are on hosts of their own if namespaces are given."""
     model = make_shape(SHAPE, "bfloat16")
     (source,) = Megatron().layouts(model, HostNames("trainers", 1, has_gpus=False))
     (wanted,) = Vllm().layouts(model, HostNames("engines", 1, has_gpus=False))
@@ -188,21 +228,23 @@ def test_through_a_store(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
             layout.encode(each),
             program.encode(streamed.programs[name]),
             program.encode(stored.programs[name]),
-            f"file://{tmp_path}",
+            url,
+            namespaces[host] if namespaces else "",
         )
-        for name, each in layouts.items()
+        for (name, each), host in zip(layouts.items(), ("trainers", "engines"), strict=True)
     }
     results: dict[str, dict[str, dict[str, list[float]]]] = {}
     with started(make, config_json("off"), members) as remotes:
         trainer, engine = remotes["trainer-0"], remotes["rollout-0"]
+        prepare(trainer)
         port = free_port()
-        trainer.tell("connect", port, True)
-        engine.ask("connect", port, False)
+        trainer.tell("connect", address, port, True)
+        engine.ask("connect", address, port, False)
         trainer.answer()
         benchmark.pedantic(lambda: results.update(measure(trainer, engine)), rounds=1)
     num_bytes = sum(link.num_bytes for link in streamed.links)
     benchmark.extra_info.update({"num_bytes": num_bytes, "load": os.getloadavg(), "by share": results})
-    print(f"\n{num_bytes / 1e6:.0f} MB in bfloat16, on one machine; the best of {NUM_ROUNDS} rounds")
+    print(f"\n{num_bytes / 1e6:.0f} MB in bfloat16, {where}; the best of {NUM_ROUNDS} rounds")
     print("changed  MB stream  store   fewer  ms stream   store  times as long")
     fewer, longer = {}, {}
     for share, by_way in results.items():
@@ -214,5 +256,51 @@ def test_through_a_store(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
             f"{share:>7} {mb / 1e6:10.1f} {mb_store / 1e6:6.2f} {mb / mb_store:7.1f} {1e3 * s:10.1f} "
             f"{1e3 * s_store:7.1f} {s_store / s:14.2f}"
         )
-    keep_ratios(benchmark, "a store's bytes: times as few as streamed", fewer)
-    keep_ratios(benchmark, "a store's speed on one machine, over that of a stream", longer)
+    keep_ratios(benchmark, f"a store's bytes, {where}: times as few as streamed", fewer)
+    keep_ratios(benchmark, f"a store's speed, {where}, over that of a stream", longer)
+
+
+@pytest.mark.timeout(1800)
+def test_through_a_store(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    compare(benchmark, f"file://{tmp_path}", "on one machine")
+
+
+hosts = hosts_harness.switched_hosts
+S3_PORT = 29557
+BUCKET = "weights"
+
+
+@pytest.fixture
+def s3_client(hosts: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Start a server on a host of its own; whoever has this environment asks it."""
+    pytest.importorskip("s3fs", reason="S3's client is not installed: tox -e s3 has it")
+    pytest.importorskip("moto", reason="moto is not installed: tox -e s3 has it")
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{ADDRESSES['store']}:{S3_PORT}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    words = [*on(hosts, "store"), sys.executable, "-m", "moto.server", "-H", ADDRESSES["store"], "-p", str(S3_PORT)]
+    with (tmp_path / "moto.log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as server:
+        yield
+        server.kill()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("gigabytes_per_s", [1.0, pytest.param(0.1, marks=pytest.mark.long(minutes=3))])
+def test_through_s3_over_links(
+    benchmark: BenchmarkFixture, hosts: dict[str, str], s3_client: None, gigabytes_per_s: float
+) -> None:
+    for host in ADDRESSES:
+        limit_rate(hosts[host], gigabytes_per_s)
+    compare(
+        benchmark,
+        f"s3://{BUCKET}/runs",
+        f"over {gigabytes_per_s:g} GB/s",
+        ADDRESSES["trainers"],
+        hosts,
+        lambda trainer: trainer.ask("make_bucket"),
+    )

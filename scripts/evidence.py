@@ -183,6 +183,26 @@ def _refit_lora() -> str:
     return table("way, on one host | MB moved | median, ms | best, ms", rows, "refit_lora")
 
 
+def _store() -> str:
+    rows = []
+    for benchmark, where in (
+        ("test_through_a_store", "a folder, one machine"),
+        ("test_through_s3_over_links[1.0]", "S3, links of 1 GB/s"),
+        ("test_through_s3_over_links[0.1]", "S3, links of 0.1 GB/s"),
+    ):
+        for share, by_way in figures("store", benchmark)["by share"].items():
+            best = {way: {what: min(values) for what, values in of.items()} for way, of in by_way.items()}
+            stream, store = best["stream"], best["store"]
+            rows.append(
+                [
+                    f"{where}, {share} changed",
+                    *(f"{way['bytes'] / 1e6:.1f}" for way in (stream, store)),
+                    *(f"{way['seconds']:.2f}" for way in (stream, store)),
+                ]
+            )
+    return table(" | MB streamed | MB read from the store | seconds streamed | through the store", rows, "store")
+
+
 def _digest() -> str:
     noted = figures("digest", "test_digests[512 MB, 90 tensors-float32]")
     names = {
@@ -303,6 +323,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "refit_shm": _refit_shm,
     "refit_reshard": _refit_reshard,
     "refit_lora": _refit_lora,
+    "store": _store,
     "digest": _digest,
     "vllm": _vllm,
     "new_weights": _new_weights,

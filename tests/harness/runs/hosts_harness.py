@@ -17,7 +17,7 @@ from tests.harness.processes import damaged_rollout
 from tests.harness.runs.running import BIN, Command, joins, merged, write_config
 
 ROOT = Path(__file__).parents[3]
-ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2"}
+ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2", "store": "10.98.76.3"}
 ELSEWHERE = "another-host"
 NUM_STEPS = 12
 CONFIG: dict[str, Any] = {
@@ -67,8 +67,8 @@ def _lay_cable(ends: Mapping[str, str]) -> None:
 
 
 def _give_addresses(namespaces: Mapping[str, str]) -> None:
-    for host, address in ADDRESSES.items():
-        ip("-n", namespaces[host], "addr", "add", f"{address}/24", "dev", "cable")
+    for host in namespaces.keys() & ADDRESSES.keys():
+        ip("-n", namespaces[host], "addr", "add", f"{ADDRESSES[host]}/24", "dev", "cable")
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def hosts() -> Iterator[dict[str, str]]:
     """Return the namespace of each host."""
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(_namespaces(*ADDRESSES))
+            made = stack.enter_context(_namespaces("trainers", "engines"))
             _lay_cable(dict.fromkeys(made.values(), "cable"))
             _give_addresses(made)
         except (OSError, subprocess.CalledProcessError) as error:
