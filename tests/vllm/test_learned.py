@@ -26,7 +26,7 @@ from tests.harness.runs.running import Command, merged, process_of, write_config
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import CHANGES, FAMILIES, LEARNED, all_parameters, refit, running, tiny_model, train
 
-IN_BFLOAT16 = {"qwen3_next": 0.1}
+IN_BFLOAT16 = {"qwen3_next": 0.1, "qwen3_5_text": 0.1, "qwen3_5_moe_text": 0.1}
 """Families that vLLM computes in bfloat16 alone on a CPU, with how far log-probabilities then are from float32's.
 
 Those of weights that vLLM has loaded itself are as far: 0.049 on processors that multiply in bfloat16 (0.004 in the

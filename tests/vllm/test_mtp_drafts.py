@@ -25,6 +25,7 @@ from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import drafts_parameters, greedy, num_steps, refit, running, tiny_model, train
 
 FAMILIES = ("glm4_moe", "deepseek_v3")
+IN_BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 PROMPT = (2, 7, 1, 8)
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
 CACHE = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, "speculative_config": SPECULATION}
@@ -54,7 +55,7 @@ def make_agree(model: Any, seed: int) -> None:
     layer = model.mtp.layers[0]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
                 parameter.zero_()
         for norm in (layer.enorm, layer.hnorm):
             norm.weight.fill_(1.0)
@@ -91,10 +92,10 @@ def drafting(folder: Path, settings: dict[str, Any] | None = None, *, num_layers
         engine.close()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next"])
+@pytest.mark.parametrize("family", [*FAMILIES, *IN_BFLOAT16])
 def test_refits_bring_what_vllm_reads_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     """Also what its kernels read in the place of parameters, bit for bit."""
-    settings = {"precision": "bfloat16"} if family == "qwen3_next" else {}
+    settings = {"precision": "bfloat16"} if family in IN_BFLOAT16 else {}
     model = make_policy(family, tmp_path / "policy")
     expected = []
     for version in range(2):
@@ -142,6 +143,23 @@ def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_pat
         made = run_all(engine, [request(n, each, temperature=0.0, max_new_tokens=40) for n, each in enumerate(prompts)])
         for number, prompt in enumerate(prompts):
             assert made[number].token_ids_T.tolist() == greedy(model, prompt, 40)
+
+
+@pytest.mark.parametrize("family", IN_BFLOAT16)
+def test_drafts_beside_layers_with_states_are_accepted_where_they_agree(family: str, tmp_path: Path) -> None:
+    """vLLM computes such layers in bfloat16 alone on a CPU: of tokens that are as likely, it may make either."""
+    model = make_policy(family, tmp_path / "policy")
+    make_agree(model, seed=0)
+    with drafting(tmp_path / "policy", {"precision": "bfloat16"}) as engine:
+        refit(engine, model, 0)
+        made = run_all(engine, [request(0, PROMPT, temperature=0.0, max_new_tokens=40)])[0].token_ids_T
+        assert engine.drafts is not None
+        drafted, accepted = engine.drafts.take()
+    assert drafted == accepted >= 29
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*PROMPT, *made.tolist()]])).logits[0, len(PROMPT) - 1 : -1]
+    short_T = logits_TV.amax(dim=-1) - logits_TV.gather(-1, torch.from_numpy(made).long()[:, None])[:, 0]
+    assert short_T.max() < 0.1
 
 
 def test_two_workers_share_the_layers(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ _WINDOWS: dict[str, Any] = {
     "sliding_window": 7,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
+_DELTA_NET = {"hidden_size": 64, "head_dim": 32, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 LEARNED: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 64, "head_dim": 32, "num_local_experts": 4, "intermediate_size": 40},
     "gemma2": {"hidden_size": 64, "head_dim": 32, "query_pre_attn_scalar": 8, "sliding_window": 5},
@@ -82,15 +83,9 @@ LEARNED: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {"hidden_size": 64, "head_dim": 32, "mamba_d_state": 16},
     "nemotron_h": {"hidden_size": 64, "head_dim": 32, "ssm_state_size": 16},
-    "qwen3_next": {
-        "hidden_size": 64,
-        "head_dim": 32,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 32,
-        **_EXPERTS,
-    },
+    "qwen3_next": {**_DELTA_NET, "num_experts": 4, "shared_expert_intermediate_size": 32, **_EXPERTS},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, "num_experts": 4, "shared_expert_intermediate_size": 32, **_EXPERTS},
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,
 }

@@ -279,7 +279,7 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
         elif torch.allclose(found_KV, expected_KV, rtol=1e-3, atol=1e-4):
             return None
         else:
-            reason = "its tokens meet outside of attention"
+            reason = stateful.explain_release(config) or "its tokens meet outside of attention"
     use_attention(model, before)
     return reason
 

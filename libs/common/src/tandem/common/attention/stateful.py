@@ -35,6 +35,8 @@ _CACHE = "cache"
 """Parameter of a stateful module's `forward` that takes the cache."""
 CACHE_NAMES = ("cache", "cache_params", "state")
 """Parameters of forward passes that take a cache, and fields of their outputs."""
+_HAS_OWN_LAYERS = hasattr(cache_utils, "DummyLayer")
+"""Whether caches of this release have layers that keep states: those of 5.24 and later."""
 CachePath: TypeAlias = tuple[object, ...]
 """The place of a tensor in a cache: names of attributes, keys and indices."""
 
@@ -77,13 +79,24 @@ def find_unknown_layer_type(config: Any, *types_elsewhere: str) -> str | None:
     return min(types - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES - {*types_elsewhere}, default=None)
 
 
+def explain_release(config: Any) -> str | None:
+    """Return why sequences in a row cannot be told apart with this release of Transformers, from a text configuration;
+    None if another release would be no better."""
+    types = STATEFUL_TYPES.intersection(getattr(config, "layer_types", None) or ())
+    if not types or _HAS_OWN_LAYERS:
+        return None
+    return (
+        f"its layers of type {min(types)} need Transformers 5.24 or later, and {transformers.__version__} is installed"
+    )
+
+
 def find_stateful_modules(model: torch.nn.Module) -> dict[int, Any]:
     """Return the modules that carry a state, by layer.
 
     There are none where a layer has several, which are not told apart here, or with a release of Transformers whose
     caches are others (before 5.24).
     """
-    if not hasattr(cache_utils, "DummyLayer"):
+    if not _HAS_OWN_LAYERS:
         return {}
     modules: list[Any] = [module for module in model.modules() if _carries_state(type(module))]  # type: ignore[arg-type]
     by_layer = {int(module.layer_idx): module for module in modules}

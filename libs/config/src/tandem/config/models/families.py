@@ -23,8 +23,8 @@ MEGATRON_ADAPTERS = tuple(family for family in MEGATRON if family != "deepseek_v
 MTP = ("deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families whose multi-token prediction layers the DTensor backend trains."""
 
-MTP_DRAFTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
-"""Families among them whose layers were run as vLLM's drafts. vLLM's module of Qwen3.5 needs torchvision."""
+MTP_DRAFTS = MTP
+"""Families among them whose layers were run as vLLM's drafts."""
 
 VLLM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "glm4_moe")
 """Families with tables of their parameters in vLLM; of others its loader says where everything lies."""

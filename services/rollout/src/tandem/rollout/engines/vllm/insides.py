@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import msgspec
@@ -62,6 +64,11 @@ UNDRAWABLE = "tandem_undrawable"
 """Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a vision model."""
 DRAFTS = "tandem_drafts"
 """Key of vLLM's ``additional_config`` with the number of layers of multi-token prediction that refits bring."""
+_NEED_TORCHVISION = (
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+    "transformers.models.qwen3_vl.video_processing_qwen3_vl",
+)
+"""Modules that vLLM's models import, and that cannot be imported themselves without torchvision."""
 _ANSWER_S = 300.0
 """Seconds for calls without a deadline of their own, such as packing experts."""
 
@@ -144,6 +151,7 @@ class InProcessLlm:
         if self.is_on_cpu and "quantization_config" in arguments["hf_overrides"]:
             float8.install_cpu_kernels()
         self._is_closing = threading.Event()
+        _import_models_of(Path(arguments["model"]), arguments["hf_overrides"])
         try:
             with _started_here() as self._descriptors, _leave_groups_on_failure():
                 self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -269,6 +277,48 @@ def _started_here() -> Iterator[list[int]]:
         multiproc_executor.get_mp_context = former[2]
         for executor in executors:
             executor.get_file_store_init_method = former[1]
+
+
+def _import_models_of(model_folder: Path, overrides: Mapping[str, Any]) -> None:
+    """Import the module of a model, if vLLM has one; what it lacks else, vLLM says as it builds the model."""
+    from vllm.model_executor.models import registry
+
+    config = {**read_config(model_folder), **overrides}
+    for architecture in config.get("architectures") or ():
+        if architecture in registry._VLLM_MODELS:
+            with contextlib.suppress(ImportError):
+                import_models(registry._VLLM_MODELS[architecture][0])
+
+
+def import_models(module: str) -> ModuleType:
+    """Import a module of vLLM's models, without image processors where torchvision, which they need, is not installed.
+
+    Models of text import them with the classes that see, such as Qwen3.5's. For CPUs alone torchvision has no build.
+    """
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    with contextlib.nullcontext() if has_torchvision else _absent(_NEED_TORCHVISION):
+        return importlib.import_module(f"vllm.model_executor.models.{module}")
+
+
+@contextlib.contextmanager
+def _absent(modules: Sequence[str]) -> Iterator[None]:
+    """Let what is imported in this block import any name from modules that cannot be imported themselves."""
+    added = {name: _AbsentModule(name) for name in modules if name not in sys.modules}
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+class _AbsentModule(ModuleType):
+    """A module of classes that nothing uses."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 def architectures(model_folder: Path) -> dict[str, Any]:

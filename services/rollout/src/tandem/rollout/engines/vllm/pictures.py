@@ -11,12 +11,7 @@ Shapes: ``T`` tokens of a prompt; ``N`` tokens drawn in a step, ``V`` tokens of 
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.util
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +22,7 @@ from tandem.common.errors import DataError, ModelError
 from tandem.config.models.families import VLLM_SEEING
 from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import SequenceRequest
-from tandem.rollout.engines.vllm import float8
+from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import UNDRAWABLE
 from tandem.samples.images import towers
@@ -42,11 +37,6 @@ _MODELS = {
     "idefics3": ("idefics3", "Idefics3ForConditionalGeneration"),
 }
 """Module and class of each family in vLLM."""
-_OF_PROCESSORS = (
-    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
-    "transformers.models.qwen3_vl.video_processing_qwen3_vl",
-)
-"""Modules with processors that vLLM's models import, and that cannot be imported without torchvision."""
 _IMAGE = "image"
 _MAX_PIXEL_BYTES = 2**29
 _LONGEST_SIDE = 4096
@@ -187,31 +177,7 @@ def serve(name: str) -> None:
     if name not in VLLM_SEEING:
         raise ModelError(f"vLLM cannot be given images of {name} here, only of {', '.join(VLLM_SEEING)}")
     module, kind = _MODELS[name]
-    has_processors = importlib.util.find_spec("torchvision") is not None
-    with contextlib.nullcontext() if has_processors else _absent(_OF_PROCESSORS):
-        model_module = importlib.import_module(f"vllm.model_executor.models.{module}")
-    getattr(model_module, kind)._processor_factory = _Factory
-
-
-@contextlib.contextmanager
-def _absent(modules: Sequence[str]) -> Iterator[None]:
-    """Let what is imported in this block import any name from modules that cannot be imported themselves."""
-    added = {name: _Absent(name) for name in modules if name not in sys.modules}
-    sys.modules.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del sys.modules[name]
-
-
-class _Absent(types.ModuleType):
-    """A module of classes that nothing uses."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
+    getattr(insides.import_models(module), kind)._processor_factory = _Factory
 
 
 class _Factory:
