@@ -24,7 +24,7 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 

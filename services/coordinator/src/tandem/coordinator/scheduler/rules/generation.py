@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
-from tandem.coordinator.scheduler import events, phases
+from tandem.coordinator.scheduler import events, requests
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup, StepGroups
 from tandem.coordinator.scheduler.rules import regeneration
 from tandem.coordinator.scheduler.spec import DynamicSampling
@@ -25,7 +25,7 @@ def lacks_groups(tables: SchedulerTables, of_step: StepGroups, dynamic: DynamicS
     if of_step.num_batches == dynamic.max_batches:
         raise SamplingExhausted(
             "coordinator",
-            phases.RunPhase.GENERATING.value,
+            requests.RunPhase.GENERATING.value,
             f"the samples of {dynamic.max_batches} x {dynamic.num_groups} prompts have given {num_found} groups whose "
             f"rewards differ, and a step needs {needed}: the problems are too easy or too hard, or "
             "grpo.dynamic_sampling_max_gen_batches too low",
@@ -150,7 +150,7 @@ def _dispatch_or_restore(tables: SchedulerTables, engine: str, groups: Sequence[
     generated = [group for group in groups if not tables.restored.has(group)]
     actions = [_dispatch_prompts(tables, engine, generated)] if generated else []
     if restored:
-        fields = tables.open(engine, phases.RunPhase.GENERATING)
+        fields = tables.open(engine, requests.RunPhase.GENERATING)
         command = RestoreSamples(
             step=restored[0].step,
             files=tables.restored.files(restored, fields["command_id"]),
@@ -166,11 +166,11 @@ def _dispatch_prompts(tables: SchedulerTables, engine: str, groups: Sequence[Sam
     """Ask an engine for groups of one step, beside those it is already generating."""
     step, purpose = groups[0].step, groups[0].purpose
     # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
-    phase, num_ahead = phases.RunPhase.VALIDATING, tables.spec.max_trajectory_age_steps
+    phase, num_ahead = requests.RunPhase.VALIDATING, tables.spec.max_trajectory_age_steps
     if purpose == "train":
-        phase, num_ahead = phases.RunPhase.GENERATING, step - tables.step
+        phase, num_ahead = requests.RunPhase.GENERATING, step - tables.step
     fields = tables.open(engine, phase, 1 + num_ahead)
-    oldest = next(tables.requests.of(engine, *phases.GENERATION))
+    oldest = next(tables.requests.of(engine, *requests.GENERATION))
     tables.groups.assign(groups, engine, fields["command_id"])
     return events.DispatchPrompts(
         process=engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch, StepValidated
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.rules import generation, losing
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
