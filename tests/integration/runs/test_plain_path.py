@@ -42,7 +42,6 @@ OF_HEARTBEATS = frozenset(
 )
 """Functions that heartbeats call, likewise."""
 ALTERNATIVES = {
-    "coordinator/scheduler/groups/balanced.py": "the other assignment of groups",
     "coordinator/scheduler/rules/losing.py": "processes that were lost, and samples before they were fetched",
     "trainer/backends/megatron/held.py": "the other training backend",
     "trainer/backends/megatron/pipeline.py": "the other training backend",

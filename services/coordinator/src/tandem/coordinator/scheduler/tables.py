@@ -17,8 +17,7 @@ from tandem.coordinator.scheduler.engines.processes import CountedReplacements, 
 from tandem.coordinator.scheduler.engines.table import EngineStatus, EngineTable
 from tandem.coordinator.scheduler.engines.transfers import TransferPlanner
 from tandem.coordinator.scheduler.events import CommandFields, FinishRun
-from tandem.coordinator.scheduler.groups.assignment import GroupAssignment, PinnedAssignment
-from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
+from tandem.coordinator.scheduler.groups.assignment import BalancedAssignment, GroupAssignment, PinnedAssignment
 from tandem.coordinator.scheduler.groups.table import GroupTable, RestoredGroups
 from tandem.coordinator.scheduler.requests import PendingRequests, PhaseStopwatch, RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
