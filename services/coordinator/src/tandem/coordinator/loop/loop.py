@@ -15,6 +15,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -206,7 +207,11 @@ class CoordinatorLoop:
         self._interrupts = lasting.interrupts
         self._algorithm = algorithm
         self._batches = batches
-        self._step_metrics = self._new_metrics()
+        spec = scheduler.tables.spec
+        self._begin_metrics = partial(
+            StepMetrics, is_asynchronous=not spec.is_synchronous, without_policy=spec.without_policy
+        )
+        self._step_metrics = self._begin_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, SentRequest] = {}
         self._generated: dict[str, dict[int, int]] = {}
@@ -443,7 +448,7 @@ class CoordinatorLoop:
             self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
         self.recorder.commit(action, self._step_metrics)
-        self._step_metrics = self._new_metrics()
+        self._step_metrics = self._begin_metrics()
         # Only now may engines drop the samples of this step, and of those before.
         for process, commands in self._generated.items():
             command_ids = tuple(command_id for command_id, step in commands.items() if step <= action.step)
@@ -454,7 +459,3 @@ class CoordinatorLoop:
                     command_ids=command_ids, **self.scheduler.tables.requests.notice(_RELEASE_S)
                 )
                 self._registry.send(process, encode(release))
-
-    def _new_metrics(self) -> StepMetrics:
-        tables = self.scheduler.tables
-        return StepMetrics(is_asynchronous=not tables.is_synchronous, without_policy=tables.spec.without_policy)
