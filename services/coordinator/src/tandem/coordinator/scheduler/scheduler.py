@@ -5,8 +5,8 @@ agenda runs the rules until none fires. It opens no socket, reads no clock (ever
 file and knows no arrays. So a whole run, with every failure in it, is tested as a list of events and actions.
 `tandem.coordinator.loop.loop` carries the actions out.
 
-    event ─▶ applied: `losing`, `generation`, `publishing`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
-                               └──────────── `tables` ───────────────┘
+    event ─▶ applied: `losing`, `steps`, `publishing`, ... ─▶ `agenda`: `rules`, until none fires ─▶ actions
+                               └───────── `tables` ─────────────┘
 
 The rules, each of which fires when its condition over the tables holds:
 
@@ -52,16 +52,7 @@ from tandem.coordinator.scheduler import events
 from tandem.coordinator.scheduler.agenda import RuleAgenda, RuleMode, RuleTables, TableRule
 from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.groups.table import RestoredGroups
-from tandem.coordinator.scheduler.rules import (
-    generation,
-    leaving,
-    losing,
-    publishing,
-    recovery,
-    regeneration,
-    start_and_end,
-    steps,
-)
+from tandem.coordinator.scheduler.rules import leaving, losing, publishing, recovery, regeneration, start_and_end, steps
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import IsInformative, SchedulerTables
@@ -126,7 +117,7 @@ def _apply(tables: SchedulerTables, event: events.Event) -> list[events.Action]:
         case events.EngineDraining(process=process):
             return leaving.take_leaving(tables, process)
         case events.PromptsDrawn():
-            generation.take_prompts(tables, event)
+            steps.take_prompts(tables, event)
             return []
         case events.RestoredFound(groups=groups):
             tables.restored = RestoredGroups(groups)
@@ -146,7 +137,7 @@ def _apply_reply(tables: SchedulerTables, process: str, reply: messages.Reply) -
     if reply.command_id not in tables.requests:
         return []  # a repetition, or the answer to a command that was given up
     if isinstance(reply, messages.SamplesFinished):  # a part of an answer
-        return generation.take_results(tables, process, reply)
+        return steps.take_results(tables, process, reply)
     tables.requests.close(reply.command_id)
     tables.groups.close_request(reply.command_id)
     match reply:
@@ -281,7 +272,7 @@ ADVANCE = TableRule(
 )
 DRAW = TableRule(
     name="draw",
-    fire=generation.draw,
+    fire=steps.draw,
     opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: (
         tables.steps.has_started
@@ -293,7 +284,7 @@ DRAW = TableRule(
 )
 ASSIGN = TableRule(
     name="assign",
-    fire=generation.assign,
+    fire=steps.assign,
     opens_with=(RuleTables.WAITING,),
     is_open=lambda tables: tables.assignment.is_waiting or bool(tables.full),
     reads=(RuleTables.ENGINES, RuleTables.WEIGHTS, RuleTables.STORED),
