@@ -36,7 +36,7 @@ from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.task import digest_layout
-from tandem.refit.store import planning
+from tandem.refit.store import published
 from tandem.refit.store.mirror import StoreMirror
 from tandem.refit.store.objects import ObjectStore
 from tandem.refit.store.publisher import StoreAccess, StorePublisher
@@ -222,7 +222,9 @@ def compare(
     (wanted,) = Vllm().layouts(model, HostNames("engines", 1, has_gpus=False))
     layouts = {"trainer-0": source, "rollout-0": wanted}
     streamed = planner.plan({"trainer-0": source}, {"rollout-0": wanted}, allow_alias=False)
-    stored = planning.plan({"trainer-0": source}, {"rollout-0": wanted}, allow_alias=False, alias_frozen=False)
+    stored = published.plan_with_store(
+        {"trainer-0": source}, {"rollout-0": wanted}, allow_alias=False, alias_frozen=False
+    )
     members = {
         name: (
             layout.encode(each),

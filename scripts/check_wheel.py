@@ -18,8 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Imported only where these are: Triton comes with torch for CUDA, vLLM imports the worker by its name, and others are
 # of extras.
 NEEDS = {
-    "tandem.refit.digests.gpu_sums": "triton",
-    "tandem.refit.transports.gpu_kernel": "triton",
+    "tandem.refit.gpu_kernels": "triton",
     "tandem.rollout.engines.vllm.worker": "vllm",
     "tandem.observe.exporters.prometheus": "prometheus_client",
     "tandem.observe.exporters.tracing": "opentelemetry",

@@ -17,7 +17,7 @@ from tandem.refit.digests.comparison import DigestVerdict, compare
 from tandem.refit.layout import Layout
 from tandem.refit.store.mirror import StoreMirror
 from tandem.refit.store.objects import ObjectStore
-from tandem.refit.store.planning import plan
+from tandem.refit.store.published import plan_with_store
 from tandem.refit.store.publisher import StoreAccess, StorePublisher
 from tandem.refit.weights import Weights
 
@@ -65,7 +65,7 @@ class StoreRefit:
         hosts = [HostNames(name, per_host=8, has_gpus=False) for name in ("trainers", "engines")]
         self.sources = {f"trainer-{rank}": each for rank, each in enumerate(trainers.layouts(model, hosts[0]))}
         self.wanted = {f"rollout-{rank}": each for rank, each in enumerate(engines.layouts(wanted or model, hosts[1]))}
-        self.plan = plan(self.sources, self.wanted, allow_alias=False, alias_frozen=False)
+        self.plan = plan_with_store(self.sources, self.wanted, allow_alias=False, alias_frozen=False)
         self.said: list[str] = []
         self.trainers = {name: self._weights(each) for name, each in self.sources.items()}
         self.publishers: dict[str, StorePublisher] = {}

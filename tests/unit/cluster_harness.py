@@ -67,7 +67,7 @@ from tandem.coordinator.scheduler.events import (
     StopRequested,
 )
 from tandem.coordinator.scheduler.invariants import validate
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import CommandDeadlines, RunSpec
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import Checked

@@ -20,7 +20,7 @@ from tandem.coordinator.scheduler.events import (
     DispatchPrompts,
     ProcessReplied,
 )
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import CommandDeadlines, EngineBalance, RunSpec
 
 NUM_FIRST = 16

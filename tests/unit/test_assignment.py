@@ -19,7 +19,7 @@ from tandem.coordinator.scheduler.events import (
     ProcessReplied,
     TimePassed,
 )
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import EngineBalance
 
 NUM_SAMPLES = 2

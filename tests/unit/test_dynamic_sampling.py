@@ -18,7 +18,7 @@ from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.forecast.plan_json import steps
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts, FinishRun
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import DynamicSampling, EngineBalance
 
 SHAPE = msgspec.structs.replace(

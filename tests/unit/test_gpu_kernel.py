@@ -34,7 +34,7 @@ def test_the_interpreted_kernel_copies_what_torch_copies(
     monkeypatch: pytest.MonkeyPatch, to: torch.dtype, from_: torch.dtype
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is defined
-    from tandem.refit.transports import gpu_kernel
+    from tandem.refit import gpu_kernels
 
     random = torch.Generator().manual_seed(0)
     destinations, sources = [], []
@@ -45,6 +45,6 @@ def test_the_interpreted_kernel_copies_what_torch_copies(
     tables = tiles(gpu_copy.lay_out(destinations, sources), to.itemsize, from_.itemsize, converts=to != from_)
     for word, table in tables.items():
         table_M8 = torch.from_numpy(gpu_copy.rows_of(table))
-        gpu_kernel.copy_tiles[(len(table_M8),)](table_M8, *gpu_kernel.types(word, to, from_), BLOCK=256)
+        gpu_kernels.copy_tiles[(len(table_M8),)](table_M8, *gpu_kernels.types(word, to, from_), BLOCK=256)
     for destination, source in zip(destinations, sources, strict=True):
         assert torch.equal(destination, source.to(to))

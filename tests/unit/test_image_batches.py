@@ -10,8 +10,8 @@ import pytest
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
 from tandem.samples.batch import MEDIA, TOKENS, SampleBatch, build_given_table, media_columns, media_of
-from tandem.samples.images.columns import check_images
 from tandem.samples.markers import MarkedImage, marked_in, marker, shown, split_at_markers
+from tandem.trainer.batching.images import check_images
 
 
 def image(number: int) -> ImageRef:

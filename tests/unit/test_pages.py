@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tandem.config import build_config
+from tandem.coordinator.scheduler import scheduler as rules
 from tandem.coordinator.scheduler.agenda import RuleMode
-from tandem.coordinator.scheduler.rules import order as rules
 from tandem.rollout.engine import Engine
 from tests.harness.scripts import load_script
 

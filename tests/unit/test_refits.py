@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.cli import main
-from tandem.observe.refits import print_refits
+from tandem.observe.lines import print_refits
 from tandem.observe.run_folder.journal import RefitRecord
 from tandem.observe.run_folder.journal_writer import Journal
 

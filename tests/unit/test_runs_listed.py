@@ -16,7 +16,7 @@ from tandem.coordinator.cli import main
 from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.coordinator.sweeping.checking import parse_sweep
-from tandem.observe.listing.runs import NOTES_NAME, curve_of
+from tandem.observe.listing import NOTES_NAME, curve_of
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness.runs.pages_harness import ROOT, quoted
 

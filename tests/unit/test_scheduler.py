@@ -66,8 +66,7 @@ from tandem.coordinator.scheduler.events import (
     TellUser,
     TimePassed,
 )
-from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.requests import PendingRequests, RunPhase
 from tests.harness.members import at
 
 

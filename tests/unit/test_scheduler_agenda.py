@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster
 
+from tandem.coordinator.scheduler import scheduler as rules
 from tandem.coordinator.scheduler.agenda import AgendaEntry, RuleAgenda, RuleMode, RuleTables, no_agenda
 from tandem.coordinator.scheduler.events import Action, CommitStep
-from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.rules import order as rules
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import Checked
 

@@ -34,7 +34,7 @@ from tandem.coordinator.scheduler.events import (
     RecordRefit,
     TimePassed,
 )
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.spec import DynamicSampling, EngineBalance
 from tandem.coordinator.scheduler.steps import StepState

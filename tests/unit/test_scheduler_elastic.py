@@ -22,9 +22,9 @@ from tandem.coordinator.scheduler.events import (
     TellUser,
     TimePassed,
 )
-from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
+from tandem.coordinator.scheduler.groups.assignment import BalancedAssignment
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 

@@ -59,7 +59,7 @@ from tandem.coordinator.scheduler.events import (
     StopRequested,
     TimePassed,
 )
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import CommandDeadlines, DynamicSampling, EngineBalance, RunSpec
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import AskEverything, Checked

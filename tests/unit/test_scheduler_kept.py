@@ -23,7 +23,7 @@ from tandem.coordinator.scheduler.events import (
     TellUser,
 )
 from tandem.coordinator.scheduler.groups.table import GroupState
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import DynamicSampling, EngineBalance, RunSpec
 
 SPEC = msgspec.structs.replace(

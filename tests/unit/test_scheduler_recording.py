@@ -19,7 +19,7 @@ from tandem.coordinator.scheduler.events import (
     TellUser,
     TimePassed,
 )
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 SPEC = msgspec.structs.replace(

@@ -21,7 +21,7 @@ from tandem.coordinator.scheduler.events import (
     TellUser,
     TimePassed,
 )
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 EVERY_STEP = msgspec.structs.replace(GRPO, save_every=1, validate_every=0, validate_at_start=False)

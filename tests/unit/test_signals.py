@@ -242,7 +242,7 @@ sys.exit(7)
 
 TWICE_AT_ONCE = """
 from tandem.common import signals
-from tandem.coordinator.loop.interrupts import PendingInterrupts
+from tandem.coordinator.loop.loop import PendingInterrupts
 
 ask, rounds = os.pipe(), 10_000
 if (asking := os.fork()) == 0:

@@ -23,7 +23,7 @@ from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.store import manifest as format_
-from tandem.refit.store import planning, published
+from tandem.refit.store import published
 from tandem.refit.store.manifest import DamagedObject, VersionManifest, check_manifest, seal, unseal
 from tandem.refit.store.mirror import StoreMirror
 from tandem.refit.store.objects import ObjectMissing, ObjectStore
@@ -308,7 +308,7 @@ def test_a_refused_manifest_changes_no_mirror(refit: StoreRefit, tmp_path: Path)
 def test_adapters_change_and_the_base_is_written_once(tmp_path: Path) -> None:
     refit = LoraRefit(DTensor(shard=2), TP2, BFLOAT16)
     wanted = {name: msgspec.structs.replace(each, host="elsewhere") for name, each in refit.wanted.items()}
-    refit.plan = planning.plan(refit.sources, wanted, allow_alias=False, alias_frozen=True)
+    refit.plan = published.plan_with_store(refit.sources, wanted, allow_alias=False, alias_frozen=True)
     access = StoreAccess(ObjectStore(f"file://{tmp_path}"), KEY, RUN)
     said: list[str] = []
     publishers, mirrors = {}, {}

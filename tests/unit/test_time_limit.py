@@ -9,7 +9,7 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.common.messages import CheckpointSaved, SaveCheckpoint
 from tandem.config import build_config
-from tandem.coordinator.loop.interrupts import PendingInterrupts
+from tandem.coordinator.loop.loop import PendingInterrupts
 from tandem.coordinator.observers.finished_steps import TimeLimit, seconds_of
 from tandem.observe.run_folder.journal import StepRecord
 

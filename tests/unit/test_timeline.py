@@ -12,7 +12,7 @@ from page_harness import make_run
 from tandem.common.messages import Evaluated, Generate, Generated, MemoryUse, Refit, SamplingParameters, Train, Trained
 from tandem.coordinator.observers import timeline as recording
 from tandem.coordinator.observers.timeline import TimelineWriter
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.observe.page.reader import RunReader
 from tandem.observe.timeline import TIMELINE_NAME, flame, read_timeline, timeline
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from run_harness import Run
 
 from tandem.common.errors import RunFolderError
-from tandem.coordinator.replaying.calls import read_records
+from tandem.coordinator.tinker.replay import read_records
 from tandem.observe.run_folder.journal import read_journal
 from tandem.serving.tinker import call_files, recording
 from tandem.serving.tinker.call_files import CallComparison, CallHead, GradientDone, RecordEnd, RestoreDone, StepDone

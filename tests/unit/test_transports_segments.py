@@ -17,7 +17,7 @@ NUMBERS = {8: ctypes.c_int64, 4: ctypes.c_int32, 2: ctypes.c_int16, 1: ctypes.c_
 
 
 def run_kernel(table: CopyTiles, to_size: int, from_size: int, convert: bool) -> None:
-    """Do what `gpu_kernel.copy_tiles` does, word by word; `convert` is float32 to float64."""
+    """Do what `gpu_kernels.copy_tiles` does, word by word; `convert` is float32 to float64."""
     to_type = ctypes.c_double if convert else NUMBERS[to_size]
     from_type = ctypes.c_float if convert else NUMBERS[from_size]
     for to, from_, num_rows, num_columns, to_row, from_row, to_column, from_column in rows_of(table).tolist():

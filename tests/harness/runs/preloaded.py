@@ -15,7 +15,7 @@ from tests.harness.runs import whole_pages
 _MODULES = (
     "tandem.rollout.sample_recorder",
     "tandem.trainer.backends.dtensor",
-    "tandem.trainer.logprob_recorder",
+    "tandem.samples.sample_writing",
     "tandem.trainer.losses.policy_gradient",
     "tandem.trainer.step",
     "tandem.refit.digests.kernels",

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tandem.coordinator.observers.checkpoint_evaluations import read_evaluation
-from tandem.observe.listing.runs import run_folders
+from tandem.observe.listing import run_folders
 from tandem.observe.run_folder.found_models import models_in
 from tandem.observe.run_folder.journal import LATE_METRICS, read_journal
 from tandem.observe.run_folder.journal_file import LOCK_NAME

@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from tandem.observe.listing.runs import read_run
+from tandem.observe.listing import read_run
 from tests.harness.runs.running import Command, all_gone, coordinator, steps_of, wait_until, write_config
 
 PATIENT = {"cluster": {"deadlines": {"join_s": 200.0, "build_s": 200.0}}}

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
-from tandem.common.user_code import beyond
+from tandem.common.values import beyond
 
 LEAST_LOGPROB = -40.0
 """Lowest log-probability of a token sampled by an engine."""

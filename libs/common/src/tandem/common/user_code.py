@@ -1,18 +1,15 @@
-"""The user's own code: imported by path; what it returns, checked strictly; what it raises, described."""
+"""The user's own code: imported by path; what it returns and raises, described."""
 
 from __future__ import annotations
 
 import importlib
-import math
-import numbers
 import os
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tandem.common.errors import ConfigError, RewardError
-from tandem.common.messages import LARGEST
+from tandem.common.errors import ConfigError
 from tandem.common.texts import visible
 
 
@@ -54,32 +51,6 @@ def locate_raise(trace: TracebackType | None, folder: str) -> str:
     path = Path(frame.filename)
     with_folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f" ({with_folder}:{frame.lineno}, in {frame.name})"
-
-
-def check_finite_number(value: object, name: str) -> float:
-    """Return a number that training can compute with; text, booleans and other types are errors.
-
-    Raises `RewardError`, which begins with `name`.
-    """
-    number = math.nan
-    # NumPy's floating and integer scalars are instances of Real, and its booleans are not.
-    if type(value) is not bool and isinstance(value, numbers.Real):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(f"{name} is {shown(value)}, not a finite number")
-    if beyond(number):
-        raise RewardError(f"{name} is {beyond(number, shown(value))}")
-    return number
-
-
-def beyond(number: float, text: str = "") -> str:
-    """Return why a run cannot compute with a number, given as `text`; empty if it can."""
-    if abs(number) <= LARGEST:
-        return ""
-    return f"{line(text) or repr(number)}, not a number from {-LARGEST:g} to {LARGEST:g}"
 
 
 def shown(value: object) -> str:

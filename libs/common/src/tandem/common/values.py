@@ -1,8 +1,9 @@
-"""Values of a row: how they keep their type, and how they become text."""
+"""Values from outside: how they keep their type, how they become text, and which numbers are allowed."""
 
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -10,8 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.common.errors import ConfigError
-from tandem.common.messages import Problem
+from tandem.common.errors import ConfigError, RewardError
+from tandem.common.messages import LARGEST, Problem
+from tandem.common.user_code import line, shown
 
 _NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_CODE = 1
@@ -220,3 +222,29 @@ def wrap_large_integers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: wrap_large_integers(part) for key, part in value.items()}
     return [wrap_large_integers(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def check_finite_number(value: object, name: str) -> float:
+    """Return a number that training can compute with; text, booleans and other types are errors.
+
+    Raises `RewardError`, which begins with `name`.
+    """
+    number = math.nan
+    # NumPy's floating and integer scalars are instances of Real, and its booleans are not.
+    if type(value) is not bool and isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"{name} is {shown(value)}, not a finite number")
+    if beyond(number):
+        raise RewardError(f"{name} is {beyond(number, shown(value))}")
+    return number
+
+
+def beyond(number: float, text: str = "") -> str:
+    """Return why a run cannot compute with a number, given as `text`; empty if it can."""
+    if abs(number) <= LARGEST:
+        return ""
+    return f"{line(text) or repr(number)}, not a number from {-LARGEST:g} to {LARGEST:g}"

@@ -26,17 +26,17 @@ from tandem.coordinator.commands import (
     join,
     models,
     plan,
+    replay,
     report,
     runs,
     samples,
     serve,
+    tinker,
     up,
     view,
 )
 from tandem.coordinator.commands.arguments import NEWER, CarryOut, Commands
-from tandem.coordinator.replaying import replay
 from tandem.coordinator.sweeping import sweep
-from tandem.coordinator.tinker import tinker
 
 AddCommand: TypeAlias = Callable[[Commands], None]
 """Declares a command, and the function that carries it out."""

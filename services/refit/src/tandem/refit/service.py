@@ -51,9 +51,9 @@ class RefitService:
         self._differences = context.config.refit.differences
         self._make_plan: _MakePlan = planner.plan
         if context.config.refit.store is not None:
-            from tandem.refit.store import planning  # most runs need none of it
+            from tandem.refit.store import published  # most runs need none of it
 
-            self._make_plan = planning.plan
+            self._make_plan = published.plan_with_store
         self._sources: dict[str, Layout] = {}
         self._destinations: dict[str, Layout] = {}
         self.version: int | None = None

@@ -276,20 +276,19 @@ class RunningGenerations:
         number = completion.request_id
         generation = self._generation_of[number]
         conversation = generation.conversations[number]
-        conversation.add_response(completion, self._message(conversation, completion.token_ids_T.tolist()))
+        token_ids = completion.token_ids_T.tolist()
+        if self._response_messages is None:
+            message = {"role": "assistant", "content": self._parts.tokenizer.decode(token_ids)}
+        else:
+            before = conversation.last_ids(NUM_BEFORE)
+            message = self._response_messages.message(before, token_ids, shown_tools(conversation.group))
+        conversation.add_response(completion, message)
         generation.num_tokens += len(completion.token_ids_T)
         group = conversation.group
         scorer = self._environments.of[group.environment]
         if scorer.is_multi_turn and conversation.num_turns < self._max_turns:
             self._awaited.add(number)
         scorer.submit(number, group.problem, tuple(conversation.messages), generation.command.step)
-
-    def _message(self, conversation: SampleConversation, token_ids: list[int]) -> dict[str, Any]:
-        """Return the message that a response is to the environment."""
-        if self._response_messages is None:
-            return {"role": "assistant", "content": self._parts.tokenizer.decode(token_ids)}
-        tools = shown_tools(conversation.group)
-        return self._response_messages.message(conversation.last_ids(NUM_BEFORE), token_ids, tools)
 
     def _answer(self, results: list[tuple[int, Score | Turn | UnscoredResponse]]) -> None:
         """Report which samples have ended; let the others go on."""

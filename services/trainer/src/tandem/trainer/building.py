@@ -28,7 +28,7 @@ from tandem.trainer.exchange import RankExchange, meet
 from tandem.trainer.losses.custom import try_out
 
 if TYPE_CHECKING:
-    from tandem.trainer.logprob_recorder import LogprobRecorder
+    from tandem.samples.sample_writing import LogprobRecorder
 
 NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
 """Layout of a process that does not hold the policy."""
@@ -130,7 +130,7 @@ def build_parts(
             parts.gpus.begin(index, 1)
         if command.samples_folder and index in scoring_trainers(config):
             # Arrow starts threads when it is imported, and services are forked by a process that must have none.
-            from tandem.trainer.logprob_recorder import LogprobRecorder
+            from tandem.samples.sample_writing import LogprobRecorder
 
             parts.recorder = LogprobRecorder(Path(command.samples_folder), context.run_id, context.name)
     except BaseException:

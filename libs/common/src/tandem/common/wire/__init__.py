@@ -12,7 +12,6 @@ process within the heartbeat timeout, whatever it is doing. If the coordinator's
 it says hello over each new connection until another coordinator of the run readmits it.
 """
 
-from tandem.common.wire.callers import AnsweringThread, CallerConnections
 from tandem.common.wire.frames import (
     Arrays,
     Frames,
@@ -21,7 +20,7 @@ from tandem.common.wire.frames import (
     check_version,
     encode,
 )
-from tandem.common.wire.hub import Hub, HubPeer
+from tandem.common.wire.hub import AnsweringThread, CallerConnections, Hub, HubPeer
 from tandem.common.wire.link import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, Link, ThreadStalls, exit_code
 
 __all__ = [

@@ -93,17 +93,13 @@ def encode(message: Message, arrays: Arrays | None = None) -> Frames:
     headers: list[ArrayHeader] = []
     frames: Frames = []
     for name, array in arrays.items():
+        if array.dtype.kind not in _ARRAY_KINDS:
+            raise WireError(f"array {name!r} of dtype {array.dtype} may not travel")
         headers.append(ArrayHeader(name, array.dtype.str, array.shape))
-        frames.append(_encode_array(name, array))
+        # View it as bytes: a buffer of a dtype with foreign byte order could not be cast to them. A zero-size array has
+        # no memory to view, so its frame is empty.
+        frames.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b"")
     return [header, _encoder.encode(headers), *frames]
-
-
-def _encode_array(name: str, array: NDArray[Any]) -> bytes | memoryview:
-    if array.dtype.kind not in _ARRAY_KINDS:
-        raise WireError(f"array {name!r} of dtype {array.dtype} may not travel")
-    # View it as bytes: a buffer of a dtype with foreign byte order could not be cast to them. A zero-size array has no
-    # memory to view, so its frame is empty.
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
 
 
 class MessageCodec(Generic[Incoming]):

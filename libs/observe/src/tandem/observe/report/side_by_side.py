@@ -13,7 +13,7 @@ import msgspec
 from tandem.config import differing
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe.lines import sparkline
-from tandem.observe.listing.runs import OF_EVERY_RUN
+from tandem.observe.listing import OF_EVERY_RUN
 from tandem.observe.report.panels import PHASES, TOTAL, peak_memory
 from tandem.observe.run_folder.journal import ENDED, JournalReader, RefitRecord, RunRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_file import damage

@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.common.errors import DataError
 from tandem.common.messages import Problem
-from tandem.common.user_code import beyond
+from tandem.common.values import beyond
 from tandem.config import Config
 from tandem.config.named import GENERATED, holds_texts
 from tandem.config.schema import DataConfig

@@ -13,7 +13,6 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef, Media
 from tandem.samples.batch import SampleBatch
 from tandem.samples.images import families
-from tandem.samples.images.columns import prompt_images
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.markers import MarkedImage, marked_in, marker, split_at_markers
@@ -66,7 +65,13 @@ class VisionTokenizer(Tokenizer):
 
     def media_of_prompt(self, sample: SampleBatch, prompt_length: int) -> bytes:
         """Return the digests of the images in a recorded sample's prompt."""
-        return prompt_images(sample, prompt_length, self.settings)
+        num_left = int((sample.token_ids_T[:prompt_length] == self.settings.image_token_id).sum())
+        num_images = 0
+        while num_left > 0 and num_images < len(sample.image_grids_IX):
+            grid = sample.image_grids_IX[num_images].tolist()
+            num_left -= families.num_tokens(self.settings, grid[: families.grid_size(self.settings.family)])
+            num_images += 1
+        return sample.image_digests_IX[:num_images].tobytes()
 
     def explain_wrong_media(self, prompt_ids: Sequence[int], media: Media) -> str | None:
         """Return what is wrong with the images of a prompt; None if its image tokens are those of its images."""

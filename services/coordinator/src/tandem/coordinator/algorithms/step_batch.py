@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from tandem.common.errors import RewardError, nearest
 from tandem.common.messages import Purpose, SampleScored
 from tandem.common.numeric import PHRASE, ROUNDING, find_outliers, find_usual_size
-from tandem.common.user_code import beyond, line
+from tandem.common.user_code import line
+from tandem.common.values import beyond
 from tandem.config import Config
 from tandem.config.schema import RolloutsConfig
 from tandem.coordinator.algorithms.advantages import advantages, clip, compare_roles, decouple_advantages, within

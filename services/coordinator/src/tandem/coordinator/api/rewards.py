@@ -17,7 +17,8 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RewardError, nearest
 from tandem.common.messages import MAX_NAME, ResponseToScore
-from tandem.common.user_code import beyond, check_finite_number, shown
+from tandem.common.user_code import shown
+from tandem.common.values import beyond, check_finite_number
 
 _OF_A_BATCH = ("prompts", "completions")
 _OF_ONE = ("prompt", "response")

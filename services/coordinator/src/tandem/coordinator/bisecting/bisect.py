@@ -134,7 +134,7 @@ def _print_table(records: list[TrialRecord]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from tandem.observe.listing.table import new_table
+    from tandem.observe.listing import new_table
 
     console = Console(highlight=False)
     table = new_table(console)

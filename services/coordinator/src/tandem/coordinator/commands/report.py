@@ -65,7 +65,7 @@ def add_refits(commands: Commands) -> None:
 def _refits(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tandem.observe.refits import print_refits
+    from tandem.observe.lines import print_refits
 
     print_refits(arguments.run, Console())
     return OK

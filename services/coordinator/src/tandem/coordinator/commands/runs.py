@@ -10,7 +10,7 @@ from tandem.common.errors import OK, RunFolderError
 from tandem.coordinator.commands.arguments import Commands
 
 if TYPE_CHECKING:
-    from tandem.observe.listing.runs import RunEntry
+    from tandem.observe.listing import RunEntry
 
 _ORDERS = ("begun", "name", "score", "time")
 _MOST_VIEWED = 8
@@ -45,8 +45,7 @@ def _runs(arguments: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from tandem.observe.listing.runs import differences, matching, read_run, run_folders
-    from tandem.observe.listing.table import format_differences, print_runs
+    from tandem.observe.listing import differences, format_differences, matching, print_runs, read_run, run_folders
 
     roots = arguments.folders or [Path("results") if Path("results").is_dir() else Path()]
     entries = matching([*map(read_run, run_folders(roots))], arguments.tag, arguments.search)
@@ -99,7 +98,7 @@ def add_note(commands: Commands) -> None:
 
 
 def _note(arguments: argparse.Namespace) -> int:
-    from tandem.observe.listing.runs import change_notes
+    from tandem.observe.listing import change_notes
 
     try:
         changed = change_notes(arguments.runs, arguments.text, arguments.tag, arguments.untag)

@@ -10,23 +10,81 @@ scheduler has a deadline for every process that owes an answer, so the loop neve
 
 from __future__ import annotations
 
+import math
+import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import assert_never
 
 import msgspec
 
 from tandem.common import messages
+from tandem.common.signals import ASKED_ONCE_S
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import StepBatches
-from tandem.coordinator.loop.interrupts import PendingInterrupts
 from tandem.coordinator.loop.recorder import RefitMetrics, ResultRecorder, StepMetrics
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler, events
 from tandem.launch.known_processes import KnownProcesses
 from tandem.launch.launch import LocalProcesses
+
+_HEARD = "interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once"
+
+
+class PendingInterrupts:
+    """Pending requests to end the run. The first ends it after the step, the second at once."""
+
+    def __init__(self) -> None:
+        self._signals: deque[tuple[int, float]] = deque()
+        """Signals not yet looked at, with the times they came."""
+        self._pending: deque[str] = deque()
+        self._heard_at = -math.inf
+        self.is_goal_reached = False
+        """Whether the end was asked for because the run has reached its goal."""
+
+    def hear(self, number: int) -> None:
+        """Take a signal; called where signals are handled."""
+        # Nothing is decided here: the next signal may interrupt this call.
+        self._signals.append((number, time.monotonic()))
+
+    def ask(self, reason: str) -> None:
+        """Ask for the end of the run in place of a signal, and say why; a run that is ending is left alone."""
+        if not self.were_heard:
+            self._pending.append(reason)
+
+    def reach(self, reason: str) -> None:
+        """Ask for the end of the run because it has reached its goal, and say why."""
+        self.is_goal_reached = True
+        self.ask(reason)
+
+    @property
+    def were_heard(self) -> bool:
+        """Whether a signal has asked for the end."""
+        return bool(self._signals) or self._heard_at > -math.inf
+
+    @property
+    def are_there(self) -> bool:
+        """Whether a request is pending."""
+        self._look_at_signals()
+        return bool(self._pending)
+
+    def take(self) -> str | None:
+        """Take one request and return its reason; return None if there is none."""
+        self._look_at_signals()
+        return self._pending.popleft() if self._pending else None
+
+    def _look_at_signals(self) -> None:
+        while self._signals:
+            number, at = self._signals.popleft()
+            # `timeout` and systemd ask twice at once; only the user's second Ctrl-C means it.
+            if number == signal.SIGINT or at - self._heard_at > ASKED_ONCE_S:
+                self._pending.append(_HEARD)
+            self._heard_at = at
+
 
 _NOT_BACK = "it has not come back after the coordinator was lost"
 _LEAVES_S = 10.0
@@ -149,7 +207,11 @@ class CoordinatorLoop:
         self._interrupts = lasting.interrupts
         self._algorithm = algorithm
         self._batches = batches
-        self._step_metrics = self._new_metrics()
+        spec = scheduler.tables.spec
+        self._begin_metrics = partial(
+            StepMetrics, is_asynchronous=not spec.is_synchronous, without_policy=spec.without_policy
+        )
+        self._step_metrics = self._begin_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, SentRequest] = {}
         self._generated: dict[str, dict[int, int]] = {}
@@ -386,7 +448,7 @@ class CoordinatorLoop:
             self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
         self.recorder.commit(action, self._step_metrics)
-        self._step_metrics = self._new_metrics()
+        self._step_metrics = self._begin_metrics()
         # Only now may engines drop the samples of this step, and of those before.
         for process, commands in self._generated.items():
             command_ids = tuple(command_id for command_id, step in commands.items() if step <= action.step)
@@ -397,7 +459,3 @@ class CoordinatorLoop:
                     command_ids=command_ids, **self.scheduler.tables.requests.notice(_RELEASE_S)
                 )
                 self._registry.send(process, encode(release))
-
-    def _new_metrics(self) -> StepMetrics:
-        tables = self.scheduler.tables
-        return StepMetrics(is_asynchronous=not tables.is_synchronous, without_policy=tables.spec.without_policy)

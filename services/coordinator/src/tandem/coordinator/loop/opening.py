@@ -27,8 +27,7 @@ from tandem.config.models.families import is_text_only
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import StepBatches
-from tandem.coordinator.loop.interrupts import PendingInterrupts
-from tandem.coordinator.loop.loop import CoordinatorLoop, RunParts
+from tandem.coordinator.loop.loop import CoordinatorLoop, PendingInterrupts, RunParts
 from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec
@@ -38,7 +37,7 @@ from tandem.coordinator.preparing.resuming import StartingPoint, refuse_changes
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.coordinator.scheduler import RunSpec, Scheduler, events
-from tandem.launch import admission, page_process
+from tandem.launch import admission, helper_process
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.known_processes import KnownProcesses, ProcessesSnapshot, find_earlier, orphan_timeout_s
 from tandem.launch.launch import LocalProcesses, OwnCredentials
@@ -151,7 +150,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     exporter = watching.serve_prometheus(config.logger, stack)
     if exporter is not None:
         say(f"metrics: {exporter.url}")
-    listener = page_process.open_page_socket(config.logger.page)
+    listener = helper_process.open_page_socket(config.logger.page)
     if listener is not None:
         stack.callback(listener.close)
     run_id = _name_run(config, mode, say)
@@ -171,7 +170,7 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
     media_at = None if is_text_only(config.policy) else _serve_media(config, run_id, listening, stack)
     observers: list[observer.Observer] = []
     if listener is not None:
-        page = page_process.PageProcess(journal.folder, listener)
+        page = helper_process.PageProcess(journal.folder, listener)
         stack.callback(page.close)
         say(f"page: {page.url}")
         observers.append(watching.PageObserver(page))

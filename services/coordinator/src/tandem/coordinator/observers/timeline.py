@@ -21,7 +21,7 @@ from tandem.coordinator.observers.observer import ReportingObserver
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.timeline import COORDINATOR, MAX_STEPS, TIMELINE_NAME, StepSpans, TimelineSpan, What, connect
 

@@ -16,7 +16,7 @@ from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.joining import JoiningStage
 from tandem.coordinator.scheduler.engines.table import COMING_BACK
-from tandem.launch.page_process import PageProcess
+from tandem.launch.helper_process import PageProcess
 from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord

@@ -39,9 +39,9 @@ from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.model_folders import check_model, check_reward_models, check_teachers, check_value_model
 from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
+from tandem.launch.helper_process import open_page_socket
 from tandem.launch.launch import make_importable
 from tandem.launch.nodes import launched_processes
-from tandem.launch.page_process import open_page_socket
 from tandem.launch.preparing import needed_models
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.launch.preparing.custom_code import import_apart

@@ -512,7 +512,9 @@ class Replies:
         match command:
             case messages.Refit() if name in command.only or not command.only:
                 if command.version not in state.versions[-1:]:
-                    self._forget_versions(name, state)
+                    # Versions with which it can answer nothing any more are dropped: a run may have millions.
+                    oldest_versions = (each.oldest_version for each in self._requests.values() if each.name == name)
+                    del state.versions[: bisect.bisect_left(state.versions, min([state.version, *oldest_versions]))]
                     bisect.insort(state.versions, command.version)
             case messages.Generate() | messages.ReportDigests():  # the requests that this cancels are never answered
                 oldest = command.cancel_before if isinstance(command, messages.Generate) else command.command_id
@@ -526,11 +528,6 @@ class Replies:
         self._requests[command.command_id] = UnansweredRequest(
             name=name, command=command, state=state, limits=self._limits, oldest_version=state.version
         )
-
-    def _forget_versions(self, name: str, state: KnownState) -> None:
-        """Drop the versions of a process with which it can answer nothing any more: a run may have millions."""
-        open_requests = (request.oldest_version for request in self._requests.values() if request.name == name)
-        del state.versions[: bisect.bisect_left(state.versions, min([state.version, *open_requests]))]
 
     def forget(self, name: str) -> None:
         """Expect nothing more of a process; another of its name begins anew."""

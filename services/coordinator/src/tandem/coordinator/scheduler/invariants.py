@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 

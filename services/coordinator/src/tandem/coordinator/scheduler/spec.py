@@ -21,7 +21,7 @@ class CommandDeadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineBalance(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines share rollout groups where ``async_engine`` is on (`scheduler.groups.balanced`)."""
+    """How engines share rollout groups where ``async_engine`` is on (`scheduler.groups.assignment`)."""
 
     width: int
     """The samples that an engine runs at once."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.common.messages import AwaitCheckpoint, Purpose, SamplesRecorded, SaveCheckpoint
-from tandem.coordinator.scheduler import agenda, events, phases
+from tandem.coordinator.scheduler import agenda, events, requests
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
@@ -49,7 +49,7 @@ class CheckpointSaving(agenda.Tracked):
         return [
             events.DispatchCommand(
                 process=rank,
-                command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, phases.RunPhase.SAVING)),
+                command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, requests.RunPhase.SAVING)),
             )
             for rank in trainers
         ]
@@ -61,7 +61,7 @@ class CheckpointSaving(agenda.Tracked):
         self._written, self._awaited = step, set(trainers)
         return [
             events.DispatchCommand(
-                process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, phases.RunPhase.WRITING))
+                process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, requests.RunPhase.WRITING))
             )
             for rank in trainers
         ]
@@ -90,7 +90,7 @@ class CheckpointSaving(agenda.Tracked):
         """Give up the checkpoint, as a part is not going to be written."""
         self._written = None
 
-    def _fields(self, rank: str, phase: phases.RunPhase) -> events.CommandFields:
+    def _fields(self, rank: str, phase: requests.RunPhase) -> events.CommandFields:
         return self._requests.open(rank, phase, self._spec.deadlines.save)
 
 
@@ -132,7 +132,7 @@ class RolloutRecording:
         """Tell whether a part with a rollout's samples, or one that it was asked for, has yet to be written."""
         parts = [*self.waiting, *self._asked.values()]
         return any(part.rollout == rollout for part in parts) or any(
-            self._requests.of(rollout, phases.RunPhase.RECORDING)
+            self._requests.of(rollout, requests.RunPhase.RECORDING)
         )
 
     def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
@@ -153,7 +153,7 @@ class RolloutRecording:
         actions: list[events.Action] = []
         for part in [*self.waiting] if self._able else []:
             process = part.rollout if part.rollout in self._able else next(iter(self._able))
-            fields = self._requests.open(process, phases.RunPhase.RECORDING, self._allowed_s)
+            fields = self._requests.open(process, requests.RunPhase.RECORDING, self._allowed_s)
             del self.waiting[part]
             self._asked[fields["command_id"]] = part
             of_part = msgspec.structs.asdict(part)
@@ -169,7 +169,7 @@ class RolloutRecording:
     def take_loss(self, rollout: str) -> None:
         """Note that a rollout is lost. The parts that it was asked for wait again."""
         self._able.pop(rollout, None)
-        for request in [*self._requests.of(rollout, phases.RunPhase.RECORDING)]:
+        for request in [*self._requests.of(rollout, requests.RunPhase.RECORDING)]:
             self._requests.close(request.command_id)
             self.waiting[self._asked.pop(request.command_id)] = request.deadline
         self._changed()

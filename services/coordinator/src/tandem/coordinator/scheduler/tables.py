@@ -1,7 +1,7 @@
 """The tables: all that the scheduler knows of a run, and conditions that several rules use.
 
-Decisions are functions of the tables: `rules.order` has the rules in their order, and `scheduler` passes each event to
-its function. Nothing here sends a command.
+Decisions are functions of the tables: `scheduler` has the rules in their order, and passes each event to its function.
+Nothing here sends a command.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from tandem.coordinator.scheduler.engines.processes import CountedReplacements, 
 from tandem.coordinator.scheduler.engines.table import EngineStatus, EngineTable
 from tandem.coordinator.scheduler.engines.transfers import TransferPlanner
 from tandem.coordinator.scheduler.events import CommandFields, FinishRun
-from tandem.coordinator.scheduler.groups.assignment import GroupAssignment, PinnedAssignment
-from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
+from tandem.coordinator.scheduler.groups.assignment import BalancedAssignment, GroupAssignment, PinnedAssignment
 from tandem.coordinator.scheduler.groups.table import GroupTable, RestoredGroups
-from tandem.coordinator.scheduler.phases import PhaseStopwatch, RunPhase
-from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.requests import PendingRequests, PhaseStopwatch, RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps import CheckpointSaving, RolloutRecording, RunSteps, StepProgress, StepState
 from tandem.coordinator.scheduler.weights import NewestVersion, RefitServicePresence, VersionState

@@ -37,8 +37,7 @@ from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus, EngineTable
 from tandem.coordinator.scheduler.engines.transfers import SERVICE, TransferGroups, TransferPlanner
 from tandem.coordinator.scheduler.events import Action, DispatchCommand, RecordRefit, ReplaceEngine, TellUser
-from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.requests import PendingRequests, RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 

@@ -24,8 +24,7 @@ from tandem.config import Config
 from tandem.config.threads import count_threads
 from tandem.coordinator.sweeping.checking import PlannedRun
 from tandem.launch.nodes import launched_processes
-from tandem.observe.listing.runs import read_run
-from tandem.observe.listing.table import describe_progress
+from tandem.observe.listing import describe_progress, read_run
 
 _UP = (sys.executable, "-m", "tandem.coordinator.cli", "up")
 _LOOK_S = 0.2

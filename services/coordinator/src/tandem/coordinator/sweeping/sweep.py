@@ -102,8 +102,7 @@ def _report(settings: SweepSettings, runs: Sequence[PlannedRun], root: Path, *, 
     import msgspec
     from rich.console import Console
 
-    from tandem.observe.listing.runs import read_run
-    from tandem.observe.listing.table import print_combinations
+    from tandem.observe.listing import print_combinations, read_run
     from tandem.observe.report.report import write_report
 
     keys = [each.key for each in settings.swept]

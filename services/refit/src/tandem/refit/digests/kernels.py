@@ -106,7 +106,7 @@ def add_slab_sum(total: torch.Tensor, values: torch.Tensor, spans: list[Span]) -
     columns = tuple(spans[first:])
     rows_R = _products(spans[:first], values.device) if first else _make_one(values.device)
     if values.is_cuda and _has_triton():
-        from tandem.refit.digests.gpu_sums import add_products
+        from tandem.refit.gpu_kernels import add_products
 
         lower_signs = _LOWER_SIGNS[values.element_size()]
         add_products(total, words_RC, rows_R, _products(columns, values.device), lower_signs)

@@ -6,6 +6,8 @@ engines' element type unless the trainer's is smaller. Each storage is cut into 
 read by themselves. Trainer and refit service derive all of it from the trainer's layout and verification, and get the
 same.
 
+A plan with a store has engines that trainers would stream to read the store instead.
+
 No torch here: the refit service plans with the layouts.
 """
 
@@ -13,15 +15,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from tandem.refit import columns, layout
+from tandem.common.worker_shards import process_of
+from tandem.refit import columns, layout, planner
 from tandem.refit.columns import Ints
 from tandem.refit.layout import ITEM_SIZES, Layout, PieceColumns, Storage, StoreMemory
-from tandem.refit.program import ProcessVerification
+from tandem.refit.planner import TransferPlan
+from tandem.refit.program import ProcessVerification, TransferProgram
+from tandem.refit.transports import registry
 
 CHUNK_BYTES = 16 << 20
 """Largest chunk, unless one index of a tensor's last dimension but one is larger."""
@@ -186,3 +191,45 @@ def _cut(shape: list[int], item_size: int, dim: int = 0) -> Iterator[tuple[tuple
     for first in range(0, shape[dim], step):
         start[dim] = first
         yield tuple(start), (*shape[:dim], min(step, shape[dim] - first), *shape[dim + 1 :])
+
+
+def plan_with_store(
+    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], *, allow_alias: bool, alias_frozen: bool
+) -> TransferPlan:
+    """Plan how every wanted element reaches its engine; arguments and errors are those of `planner.plan`.
+
+    All trainers publish the share that they digest. Engines within reach of their memory read that as they would
+    without a store.
+    """
+    direct = planner.plan(sources, destinations, allow_alias=allow_alias, alias_frozen=alias_frozen)
+    far_engines = {process_of(part) for part in destinations if _is_sent_to(direct.programs[part])}
+    far = {part: layout for part, layout in destinations.items() if process_of(part) in far_engines}
+    if not far:
+        return direct
+    shares = {
+        member: publish_layout(member, layout, direct.programs[member].verification).layout
+        for member, layout in sources.items()
+    }
+    stored = planner.plan(shares, far, allow_alias=False)
+    near = {part: layout for part, layout in destinations.items() if part not in far}
+    programs = {
+        member: msgspec.structs.replace(each, sends=(), transfer_groups=()) for member, each in direct.programs.items()
+    }
+    if near:
+        again = planner.plan(sources, near, allow_alias=allow_alias, alias_frozen=alias_frozen)
+        for member in (*sources, *near):
+            program = again.programs[member]
+            programs[member] = msgspec.structs.replace(program, verification=programs[member].verification)
+    for part in far:
+        programs[part] = stored.programs[part]
+    return TransferPlan(
+        programs=programs,
+        links=(*(again.links if near else ()), *stored.links),
+        frozen_links=(*(again.frozen_links if near else ()), *stored.frozen_links),
+        transfer_groups=again.transfer_groups if near else (),
+        received={part: (stored if part in far else direct).received[part] for part in destinations},
+    )
+
+
+def _is_sent_to(program: TransferProgram) -> bool:
+    return any(not each.round and registry.find(each.transport).is_sent for each in program.receives)

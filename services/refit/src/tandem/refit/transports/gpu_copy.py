@@ -235,13 +235,13 @@ def _column(
 def _launch(
     table: CopyTiles, word: int, to: torch.dtype, from_: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    from tandem.refit.transports import gpu_kernel  # which imports Triton
+    from tandem.refit import gpu_kernels  # which imports Triton
 
     table_M8 = torch.from_numpy(rows_of(table)).to(device)
-    types: tuple[Any, Any] = gpu_kernel.types(word, to, from_)
+    types: tuple[Any, Any] = gpu_kernels.types(word, to, from_)
 
     def launch() -> None:
         with torch.cuda.device(device):
-            gpu_kernel.copy_tiles[(len(table_M8),)](table_M8, *types, BLOCK=_BLOCK)
+            gpu_kernels.copy_tiles[(len(table_M8),)](table_M8, *types, BLOCK=_BLOCK)
 
     return launch

@@ -20,7 +20,8 @@ import msgspec
 from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
 from tandem.common.texts import visible
-from tandem.common.user_code import beyond, check_finite_number, line, locate_raise, sayable, shown
+from tandem.common.user_code import line, locate_raise, sayable, shown
+from tandem.common.values import beyond, check_finite_number
 from tandem.config import Config
 from tandem.config.checks.data import decide_on_error
 from tandem.rollout.environments.environment import (

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError, ModelError, WireError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
-from tandem.samples.batch import MEDIA, SampleBatch, media_columns
+from tandem.samples.batch import DIGEST_BYTES, GRID_SIZES, MEDIA, SampleBatch, media_columns
 from tandem.samples.batch_sharding import EMPTY_ROW
-from tandem.samples.images.columns import check_images
 from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions, read_settings
 from tandem.trainer.micro_batches import TokenRow
 
@@ -184,3 +183,12 @@ def check_image_tokens(batch: SampleBatch, settings: ImageSettings) -> None:
                 f"token_ids_T: sequence {row} has {num_present} image tokens, and its {len(grids)} images need "
                 f"{num_needed}"
             )
+
+
+def check_images(batch: SampleBatch) -> None:
+    """Raise `WireError` unless each image has a digest and a grid."""
+    for name, size in (("image_digests_IX", DIGEST_BYTES), ("image_grids_IX", GRID_SIZES)):
+        if batch.columns[name].shape[1] != size:
+            raise WireError(f"{name}: {batch.columns[name].shape[1]} numbers an image, must be {size}")
+    if (batch.image_grids_IX < 0).any():
+        raise WireError(f"image_grids_IX: {batch.image_grids_IX.min()}, must be at least 0")

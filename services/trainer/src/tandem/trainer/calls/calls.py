@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common import messages, user_code, wire
+from tandem.common import messages, values, wire
 from tandem.common.errors import NotFiniteError, WireError
 from tandem.config.schema.columns import TEACHER_TOPK_INDICES, ColumnDeclaration
 from tandem.launch.service import ServiceContext
@@ -242,7 +242,7 @@ class RankCalls:
             self._has_gradient, self._why_dropped = True, ""
         else:
             loss = self._policy.score(micro_batches, loss_of)
-        if wrong := user_code.beyond(loss):
+        if wrong := values.beyond(loss):
             reason = f"the loss is {wrong}{_DO_THEY_MATCH if command.loss in OF_RATIOS else ''}"
             if command.has_gradient:
                 self._drop_gradient(reason)

@@ -168,7 +168,10 @@ class PolicyGradientLoss:
             is_outside_BT,
             *nll,
         )
-        loss = self._aggregate(loss_BT, mask_BT)
+        if settings.loss_type in ("bnpo", "dr_grpo"):
+            loss = _aggregate_by_type(loss_BT, mask_BT, self._counts, settings)
+        else:
+            loss = aggregate(loss_BT, mask_BT, self._counts, token_level=settings.token_level_loss)
         for nll_BT in nll:
             loss = loss + settings.positive_example_nll_weight * aggregate(
                 nll_BT, mask_BT, self._counts, token_level=True
@@ -176,12 +179,6 @@ class PolicyGradientLoss:
         if settings.entropy_coef > 0:
             loss = loss - settings.entropy_coef * aggregate(scores_BT.entropy, mask_BT, self._counts, token_level=True)
         return loss
-
-    def _aggregate(self, loss_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        """Return the micro-batch's part of the configured mean over the global batch."""
-        if self._settings.loss_type in ("bnpo", "dr_grpo"):
-            return _aggregate_by_type(loss_BT, mask_BT, self._counts, self._settings)
-        return aggregate(loss_BT, mask_BT, self._counts, token_level=self._settings.token_level_loss)
 
     def _kl(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
         """Return the divergence from the reference at each token."""

@@ -17,8 +17,7 @@ from tandem.common.worker_shards import map_by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus, EngineTable
 from tandem.coordinator.scheduler.events import Action, DispatchCommand
-from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.requests import PendingRequests, RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 SERVICE = "refit-0"

@@ -34,7 +34,7 @@ from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action, ProcessJoined, TellUser
 from tandem.coordinator.scheduler.groups.table import GroupState
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.rules import leaving, recovery, regeneration
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables

@@ -1,6 +1,6 @@
 """Weight sync: bring the version that trainers hold to engines that may take it, and verify it.
 
-`publish` is one rule (`rules.order`). It does whatever is possible now, in this order: connect transfer groups anew,
+`publish` is a rule (`scheduler.RULES`). It does whatever is possible now, in this order: connect transfer groups anew,
 record what is verified, refit engines, ask for digests, compare them. `take_reply` takes what processes answer to that.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from tandem.common import messages
 from tandem.coordinator.scheduler.engines.table import COMING_BACK, EngineStatus
 from tandem.coordinator.scheduler.events import Action, DispatchCommand
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tandem.coordinator.scheduler.weights import HAS_ARRIVED, READABLE, VersionState

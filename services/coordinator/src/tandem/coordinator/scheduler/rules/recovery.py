@@ -15,7 +15,7 @@ from tandem.common.messages import Failed, Reply
 from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action, ReplaceEngine
-from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.requests import RunPhase
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tandem.coordinator.scheduler.weights import HAS_ARRIVED
 

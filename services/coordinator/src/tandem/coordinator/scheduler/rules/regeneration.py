@@ -12,7 +12,7 @@ from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, TellUser
 from tandem.coordinator.scheduler.groups.assignment import Assigned
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
-from tandem.coordinator.scheduler.phases import GENERATION
+from tandem.coordinator.scheduler.requests import GENERATION
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.common.errors import ServiceError
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
 from tandem.coordinator.scheduler.events import Action, DispatchCommand, FindRestored, FinishRun, TellUser
-from tandem.coordinator.scheduler.phases import GENERATION, RunPhase
+from tandem.coordinator.scheduler.requests import GENERATION, RunPhase
 from tandem.coordinator.scheduler.rules import leaving
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables

@@ -60,7 +60,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _replay_calls(arguments: argparse.Namespace) -> int:
     """Replay a run that clients have driven."""
-    from tandem.coordinator.replaying.calls import replay_calls
+    from tandem.coordinator.tinker.replay import replay_calls
 
     options = {"--from": arguments.from_step, "--to": arguments.to_step, "--resume": arguments.resume or None}
     options["--without"] = arguments.without

@@ -1,1 +1,0 @@
-"""Runs below a folder, side by side: their results, notes, tags, and differences of configuration."""

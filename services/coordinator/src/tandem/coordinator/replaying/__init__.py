@@ -1,1 +1,0 @@
-"""Replay: a run's training once more, from its recorded samples or from the calls of its clients."""
