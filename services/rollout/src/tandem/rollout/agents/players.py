@@ -188,7 +188,11 @@ class _Staying:
 
     async def _run(self, launcher: ProgramLauncher, command: tuple[str, ...], theirs: int) -> ProgramExit:
         try:
-            return await run(launcher, command, _make_variables(), theirs, logs=True)
+            ended = await run(launcher, command, _make_variables(), theirs, logs=True)
+            if self.num_episodes:
+                program = "the program that plays episodes has ended"
+                print(f"{program} ({ended.ending}), with {self.num_episodes} in play", flush=True)
+            return ended
         finally:
             asyncio.get_running_loop().remove_writer(self._stdin)
             os.close(self._stdin)
