@@ -157,9 +157,9 @@ def problem_of(number: int) -> Problem:
 
 
 @contextlib.contextmanager
-def rollout_of(place: Path, num_at_once: int = 16, **changes: Any) -> Iterator[Any]:
+def rollout_of(place: Path, num_at_once: int = 16, on_error: str = "fail", **changes: Any) -> Iterator[Any]:
     entry = {"harbor": settings_of(**changes), "timeout_s": WAIT_S, "max_concurrency": num_at_once, "num_workers": 1}
-    rollout = rollout_harness.Rollout(place, None, data={"dataset_name": "harbor"}, on_error="fail", **entry)
+    rollout = rollout_harness.Rollout(place, None, data={"dataset_name": "harbor"}, on_error=on_error, **entry)
     try:
         yield rollout
     finally:
@@ -251,6 +251,35 @@ def test_episodes_have_the_verifiers_rewards_and_are_repeated(tmp_path: Path) ->
     assert len({scored.reward for scored, _ in samples.values()}) > 1
     assert not list_programs("play_harbor.py")
     assert not list_programs("enclose.py")
+
+
+LIES = {
+    "echo nan > $reward": "Non-finite reward nan",
+    "echo 1e300 > $reward": "the reward is 1e+300, not a number from -1e+12 to 1e+12",
+    "echo much > $reward": "Failed to parse rewards",
+    "true": "RewardFileNotFoundError",
+    "head -c 104857600 /dev/zero > $reward": "Failed to parse rewards",
+    "yes | head -c 104857600; echo 0.5 > $reward": "RewardFileEmptyError",  # its files are full of what it printed
+    "yes | head -c 10485760; echo 0.5 > $reward": "",
+    "echo 0.5 > $reward": "",
+}
+"""What is said of each verifier; nothing where it is honest."""
+
+
+def test_a_lie_costs_its_episode_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rewards that are none, and 100 MB, in episodes that are played at once; a task may write 32 MB."""
+    for number, line in enumerate(LIES):
+        verifier = f"#!/bin/bash\nreward=/logs/verifier/reward.txt\n{line}\n"
+        write_task(f"tasks/t{number}", "0", **{"tests/test.sh": verifier})
+    with rollout_of(tmp_path, on_error="zero") as rollout:
+        samples = rollout.run(*(rollout.group(number, [7], problem_of(number)) for number in range(len(LIES))))
+    said = {line: samples[number, 0][0] for number, line in enumerate(LIES)}
+    assert {line: (scored.reward, bool(scored.failure)) for line, scored in said.items()} == {
+        line: (0.0 if reason else 0.5, bool(reason)) for line, reason in LIES.items()
+    }, said
+    assert all(LIES[line] in scored.failure and len(scored.failure) < 1000 for line, scored in said.items()), said
+    output = capfd.readouterr()
+    assert len(output.out + output.err) < 200_000
 
 
 @pytest.mark.parametrize("name", ["enclose.py", "play_harbor.py"])
