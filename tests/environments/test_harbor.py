@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-import torch
 import yaml
 
 from tandem.common.errors import ConfigError
@@ -32,23 +31,8 @@ from tandem.config import build_config
 from tandem.config.schema.environments import HarborConfig
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import load_problems
-from tandem.samples.model_files import load_model_tokenizer
 from tandem.samples.packaged_environments.tasks import play_command
-from tandem.samples.recorded_shards import read_step
-from tests.harness.runs.agent_run_harness import OVER, branches_of, model_after
-from tests.harness.runs.console_server import console_server as console_server
 from tests.harness.runs.pages_harness import code_of
-from tests.harness.runs.running import (
-    Command,
-    coordinator,
-    deterministic,
-    merged,
-    steps_of,
-    wait_until,
-    weights_of,
-    write_config,
-)
-from tests.harness.trainers.reference import logprobs_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import rollout_harness  # type: ignore[import-not-found]
@@ -118,10 +102,6 @@ class Writer(BaseAgent):
             result = await environment.exec(f"printf %s {shlex.quote(text)} >> answer.txt; {self.line}")
             assert result.return_code == 0, result
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": result.stdout.strip()}]
-            with open("turns.txt", "a") as file:
-                file.write("turn\\n")
-            while Path("held").exists() and len(Path("turns.txt").read_text().split()) >= int(Path("held").read_text()):
-                await asyncio.sleep(0.05)
 '''
 
 
@@ -177,9 +157,9 @@ def problem_of(number: int) -> Problem:
 
 
 @contextlib.contextmanager
-def rollout_of(place: Path, num_at_once: int = 16, **changes: Any) -> Iterator[Any]:
+def rollout_of(place: Path, num_at_once: int = 16, on_error: str = "fail", **changes: Any) -> Iterator[Any]:
     entry = {"harbor": settings_of(**changes), "timeout_s": WAIT_S, "max_concurrency": num_at_once, "num_workers": 1}
-    rollout = rollout_harness.Rollout(place, None, data={"dataset_name": "harbor"}, on_error="fail", **entry)
+    rollout = rollout_harness.Rollout(place, None, data={"dataset_name": "harbor"}, on_error=on_error, **entry)
     try:
         yield rollout
     finally:
@@ -273,6 +253,35 @@ def test_episodes_have_the_verifiers_rewards_and_are_repeated(tmp_path: Path) ->
     assert not list_programs("enclose.py")
 
 
+LIES = {
+    "echo nan > $reward": "Non-finite reward nan",
+    "echo 1e300 > $reward": "the reward is 1e+300, not a number from -1e+12 to 1e+12",
+    "echo much > $reward": "Failed to parse rewards",
+    "true": "RewardFileNotFoundError",
+    "head -c 104857600 /dev/zero > $reward": "Failed to parse rewards",
+    "yes | head -c 104857600; echo 0.5 > $reward": "RewardFileEmptyError",  # its files are full of what it printed
+    "yes | head -c 10485760; echo 0.5 > $reward": "",
+    "echo 0.5 > $reward": "",
+}
+"""What is said of each verifier; nothing where it is honest."""
+
+
+def test_a_lie_costs_its_episode_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rewards that are none, and 100 MB, in episodes that are played at once; a task may write 32 MB."""
+    for number, line in enumerate(LIES):
+        verifier = f"#!/bin/bash\nreward=/logs/verifier/reward.txt\n{line}\n"
+        write_task(f"tasks/t{number}", "0", **{"tests/test.sh": verifier})
+    with rollout_of(tmp_path, on_error="zero") as rollout:
+        samples = rollout.run(*(rollout.group(number, [7], problem_of(number)) for number in range(len(LIES))))
+    said = {line: samples[number, 0][0] for number, line in enumerate(LIES)}
+    assert {line: (scored.reward, bool(scored.failure)) for line, scored in said.items()} == {
+        line: (0.0 if reason else 0.5, bool(reason)) for line, reason in LIES.items()
+    }, said
+    assert all(LIES[line] in scored.failure and len(scored.failure) < 1000 for line, scored in said.items()), said
+    output = capfd.readouterr()
+    assert len(output.out + output.err) < 200_000
+
+
 @pytest.mark.parametrize("name", ["enclose.py", "play_harbor.py"])
 def test_what_is_killed_costs_nothing_and_nothing_is_left(name: str, tmp_path: Path) -> None:
     with rollout_of(tmp_path, kwargs={"line": "sleep 2; wc -c < answer.txt"}) as rollout:
@@ -292,56 +301,6 @@ def test_what_is_killed_costs_nothing_and_nothing_is_left(name: str, tmp_path: P
             assert scored.reward == pytest.approx(expect(answers_of(rollout.tokenizer, arrays))[0])
     assert not list_programs("play_harbor.py")
     assert not list_programs("enclose.py")
-
-
-@pytest.mark.usefixtures("console_server")
-def test_a_run_trains_on_what_was_sampled_and_ends_with_the_same_bits_after_kills() -> None:
-    """Two steps of four trials; in the second run the player is killed in the first step, a sandbox in the second."""
-    entry = {"harbor": settings_of(), "timeout_s": WAIT_S, "max_concurrency": 1, "num_workers": 1, "on_error": "fail"}
-    over = {
-        "grpo": {"num_generations_per_prompt": 2, "max_num_steps": 2},
-        "policy": {"max_total_sequence_length": 48},
-        "data": {"dataset_name": "harbor", "environment": "theirs", "num_validation": 1},
-        "env": {"theirs": entry},
-    }
-    config = write_config(merged(OVER, over))
-    whole = coordinator("up", config, "logger.log_dir=whole")
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    tokenizer = load_model_tokenizer(Path("whole/checkpoints/step_1/policy"))
-    for step in (1, 2):
-        samples = read_step(Path("whole/samples"), step)
-        assert len(samples) == 4
-        for sample in samples:
-            assert (sample.scored.num_turns, sample.scored.failure) == (2, "")
-            reward, length = expect(answers_of(tokenizer, sample.arrays))
-            assert (sample.scored.reward, sample.scored.components["length"]) == (pytest.approx(reward), length)
-            if step == 1:
-                continue  # the weights that it begins with are in no checkpoint
-            for token_ids, mask, logprobs in branches_of(sample):
-                with torch.no_grad():
-                    found = logprobs_of(model_after(1, "whole"), token_ids)
-                torch.testing.assert_close(logprobs[mask], found[mask], atol=2e-5, rtol=0)
-    assert any(step.metrics["grad_norm"] > 0 for step in steps_of("whole"))
-    turns = Path("turns.txt")
-    turns.write_text("")
-    held = Path("held")
-    with Command("coordinator", "up", config) as run:
-        # The turn at which an episode is killed: the first of all, and once it was lost and all four of the first step
-        # were played, the first of the second step's second episode.
-        for number, program in ((1, "play_harbor.py"), (1 + 8 + 2 + 1, "enclose.py")):
-            held.write_text(str(number))
-            wait_until(
-                lambda number=number: len(turns.read_text().split()) >= number,  # type: ignore[misc]
-                lambda number=number: f"turn {number} in:\n{run.output()}",  # type: ignore[misc]
-                died=lambda: run.process.poll() is not None,
-            )
-            list_programs(program)[-1].send_signal(signal.SIGKILL)
-        held.unlink()
-        assert run.wait() == 0, run.output()
-    assert len(turns.read_text().split()) == 16 + 2, "two turns were lost"
-    assert weights_of("run/checkpoints/step_2") == weights_of("whole/checkpoints/step_2")
-    for one, other in zip(steps_of("run"), steps_of("whole"), strict=True):
-        assert deterministic(one.metrics) == deterministic(other.metrics)
 
 
 def test_an_agents_commands_see_nothing_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,49 @@ MCQA = {"config_paths": ["resources_servers/mcqa/configs/mcqa.yaml"]}
 SETTINGS: dict[str, Any] = {"config": MCQA, "python": PYTHON}
 _RESOURCES = "resources_servers"
 _SWE = "swe_pivot_single_step_tool_use_with_argument_comparison"
+LIAR = '''
+"""A resources server whose rewards are what a row names: some are none."""
+
+import os
+
+from fastapi.responses import Response
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, BaseVerifyRequest, SimpleResourcesServer
+
+REWARDS = {"nan": "NaN", "huge": "1e300", "text": '"much"', "none": "null"}
+
+
+class Row(BaseVerifyRequest):
+    kind: str
+
+
+class Liar(SimpleResourcesServer):
+    config: BaseResourcesServerConfig
+
+    async def verify(self, body: Row):
+        if body.kind == "prints":
+            for _ in range(1600):
+                os.write(1, b"x" * (1 << 16))
+        if body.kind == "raises":
+            raise RuntimeError("wrong " * 100_000)
+        said = body.model_dump_json()[:-1] + ', "reward": ' + REWARDS.get(body.kind, "0.5")
+        said += ', "said": "%s"}' % ("1" * (100 << 20) if body.kind == "long" else "")
+        return Response(said, media_type="application/json")
+
+
+if __name__ == "__main__":
+    Liar.run_webserver()
+'''
+LIES = {
+    "nan": "expected a JSON value",
+    "huge": "the reward is 1e+300, not a number from -1e+12 to 1e+12",
+    "text": "should be a valid number",
+    "none": "should be a valid number",
+    "raises": "wrong wrong",
+    "long": "",
+    "prints": "",
+    "honest": "",
+}
+"""What is said of each lie; nothing where there is none."""
 FILES: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
     "workplace": (
         ["workplace_assistant/configs/workplace_assistant.yaml"],
@@ -245,6 +288,30 @@ def test_a_server_that_is_killed_costs_nothing_and_none_is_left(tmp_path: Path) 
         assert {scored.failure for scored, _ in samples.values()} == {""}
         for scored, arrays in samples.values():
             assert scored.reward == expect_reward(answer_of(rollout, arrays))
+    assert not list_servers()
+
+
+def test_a_lie_costs_its_episode_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rewards that are none, a result and prints of 100 MB, in episodes that are played at once."""
+    Path("resources_servers/liar").mkdir(parents=True)
+    Path("resources_servers/liar/app.py").write_text(LIAR)
+    agent = {"entrypoint": "app.py", "resources_server": {"type": _RESOURCES, "name": "liar"}}
+    agent["model_server"] = {"type": "responses_api_models", "name": "policy_model"}
+    config = {
+        "liar": {_RESOURCES: {"liar": {"entrypoint": "app.py", "domain": "other", "verified": False}}},
+        "liar_agent": {"responses_api_agents": {"simple_agent": agent}},
+    }
+    reference = {"type": "responses_api_agents", "name": "liar_agent"}
+    problems = [problem_of("1", kind=kind, agent_ref=reference) for kind in LIES]
+    with rollout_of(tmp_path, on_error="zero", config=config) as rollout:
+        samples = rollout.run(*(rollout.group(number, [7], problem) for number, problem in enumerate(problems)))
+    said = {problems[group].metadata["row"]["kind"]: scored for (group, _), (scored, _) in samples.items()}
+    assert {kind: (scored.reward, bool(scored.failure)) for kind, scored in said.items()} == {
+        kind: (0.0 if reason else 0.5, bool(reason)) for kind, reason in LIES.items()
+    }, said
+    assert all(LIES[kind] in scored.failure and len(scored.failure) < 1000 for kind, scored in said.items()), said
+    output = capfd.readouterr()
+    assert len(output.out + output.err) < 200_000
     assert not list_servers()
 
 

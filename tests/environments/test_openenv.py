@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import psutil
 import pytest
 
 from tandem.common.errors import ConfigError
-from tandem.common.messages import Problem
+from tandem.common.messages import Problem, SamplesFinished
 from tandem.config import build_config
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import load_problems
@@ -98,6 +99,59 @@ class Late(MyEchoEnvironment):
 
 app = create_app(Late, MyEchoAction, MyEchoObservation, env_name="late", max_concurrent_envs=2)
 '''
+LIAR = '''
+"""The environment of the template, which is honest in the episodes of one seed alone."""
+
+import os
+from typing import Any
+
+from my_echo.models import MyEchoAction, MyEchoObservation
+from my_echo.server.my_echo_environment import MyEchoEnvironment
+from openenv.core.env_server.http_server import create_app
+
+
+class Said(MyEchoObservation):
+    message_length: Any = 0
+
+
+REWARDS = {"nan": float("nan"), "huge": 1e300, "digits": 10**400}
+
+
+class Liar(MyEchoEnvironment):
+    def reset(self, seed=None, **kwargs):
+        self.kind = seed
+        return super().reset(**kwargs)
+
+    def step(self, action, **kwargs):
+        observation = Said(**super().step(action).model_dump())
+        if self.kind in REWARDS:
+            observation.reward = REWARDS[self.kind]
+        if self.kind in ("long", "longer"):
+            observation.message_length = "1" * ((20 if self.kind == "long" else 100) << 20)
+        if self.kind == "prints":
+            for _ in range(1600):
+                os.write(1, b"x" * (1 << 16))
+        if self.kind == "raises":
+            raise RuntimeError("wrong " * 100_000)
+        if self.kind == "ends":
+            os._exit(3)
+        return observation
+
+
+app = create_app(Liar, MyEchoAction, Said, env_name="liar", max_concurrent_envs=16)
+'''
+BELIEVED = {
+    "nan": "",  # OpenEnv sends it as null, which is no reward
+    "huge": "the reward is 2e+300, not a number from -1e+12 to 1e+12",
+    "digits": "too large",
+    "long": "the policy's endpoint answered 413",
+    "longer": "the session ended during step",
+    "raises": "step: wrong wrong",
+    "ends": "is gone or hangs",
+    "prints": "",
+    "honest": "",
+}
+"""What is said of each lie; nothing where there is none."""
 OWN_REWARDS = """
 import json, sys
 from my_echo.models import MyEchoAction
@@ -119,6 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(command, cwd=made, check=True, capture_output=True, timeout=WAIT_S)
     (made / "adder.py").write_text(TOOLS)
     (made / "late.py").write_text(LATE)
+    (made / "liar.py").write_text(LIAR)
     return made
 
 
@@ -217,6 +272,63 @@ def test_a_late_answer_is_a_failure_of_its_episode_alone(tmp_path: Path) -> None
     assert (other.failure, other.num_turns) == ("", 2)
 
 
+def test_a_lie_costs_its_episode_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rewards that are none, texts of 20 and of 100 MB, and a server that ends, in episodes that are played at once."""
+    problems = [
+        Problem(problem_id=kind, question="?", answer="", metadata={"reset": {"seed": kind}}) for kind in BELIEVED
+    ]
+    with rollout_of(tmp_path, on_error="zero", **{**ECHO, "package": "liar:app"}) as rollout:
+        samples = rollout.run(*(rollout.group(number, [7], problem) for number, problem in enumerate(problems)))
+    said = {problems[group].problem_id: scored.failure for (group, _), (scored, _) in samples.items()}
+    for kind, reason in BELIEVED.items():
+        assert reason in said[kind] if reason else not said[kind], (kind, said[kind])
+        assert len(said[kind]) < 1000
+    output = capfd.readouterr()
+    assert "more characters not shown" in output.out + output.err or len(output.out + output.err) < 200_000
+
+
+def test_a_server_whose_port_is_taken_meanwhile_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = iter([taken.getsockname()[1], play_openenv.find_port()])
+        monkeypatch.setattr(play_openenv, "find_port", lambda: next(ports))
+        settings = {**ECHO, "url": None, "variables": {}}
+
+        async def serve() -> bool:
+            server = play_openenv.OpenEnvServer(settings)
+            try:
+                await server.start()
+                return await server.is_healthy()
+            finally:
+                await server.close()
+
+        assert asyncio.run(serve())
+    assert next(ports, None) is None
+
+
+def test_a_server_elsewhere_that_is_started_anew_costs_nothing(tmp_path: Path) -> None:
+    """It is gone when the first episode begins, and once more in their midst."""
+    port = play_openenv.find_port()
+    words = [PYTHON, "-m", "uvicorn", "my_echo.server.app:app", "--port", str(port)]
+    problem = Problem(problem_id="p", question="?", answer="", metadata={"reset": {}})
+    settings = {"observation": "message_length", "max_turns": 2, "url": f"http://127.0.0.1:{port}"}
+    servers: list[subprocess.Popen[bytes]] = []
+    with rollout_of(tmp_path, **settings) as rollout:
+        try:
+            rollout.start(*(rollout.group(number, [7], problem) for number in range(6)))
+            servers.append(subprocess.Popen(words))
+            while len([1 for message, _ in rollout.context.sent if isinstance(message, SamplesFinished)]) < 1:
+                rollout.service.work()
+            servers[0].kill()
+            servers.append(subprocess.Popen(words))
+            samples = rollout.finish()
+        finally:
+            for server in servers:
+                server.kill()
+                server.wait()
+    assert len(samples) == 6
+    assert {(scored.failure, scored.num_turns) for scored, _ in samples.values()} == {("", 2)}
+
+
 def test_an_observation_without_the_field_is_a_failure_of_its_episode(tmp_path: Path) -> None:
     problem = Problem(problem_id="p", question="?", answer="", metadata={"reset": {}})
     with rollout_of(tmp_path, on_error="zero", **{**ECHO, "observation": "nothing"}) as rollout:
@@ -224,13 +336,13 @@ def test_an_observation_without_the_field_is_a_failure_of_its_episode(tmp_path: 
     assert "an observation has no field 'nothing'" in scored.failure
 
 
-def test_tools_are_the_environments(tmp_path: Path) -> None:
+def test_tools_are_the_environments() -> None:
     settings = {"package": "adder:app", "python": PYTHON, "url": None, "variables": {}, "action": None}
 
     async def call() -> tuple[Any, ...]:
         server = play_openenv.OpenEnvServer(settings)
         try:
-            await server.start(tmp_path / "server.txt")
+            await server.start()
             form = play_openenv.choose_form(settings, await server.ask_schema())
             player = play_openenv.OpenEnvPlayer({**settings, "step_timeout_s": 60.0}, server, form)
             async with player._session() as session:

@@ -416,6 +416,63 @@ def test_a_program_may_stay_and_play_many_and_another_takes_its_place(
         assert not any(scored.dropped for scored, _ in samples.values())
 
 
+PLAYS_MANY = """
+import threading
+def play(order):
+    number, sample = order["problem"]["metadata"]["number"], order["sample"]
+    with open("begun", "a") as file:
+        file.write(f"{number} ")
+    %s
+    reward(len(text(ask([user("12")], order=order))), order=order)
+for line in sys.stdin:
+    threading.Thread(target=play, args=[json.loads(line)], daemon=True).start()
+"""
+
+
+def test_an_episode_that_ends_its_program_each_time_is_the_only_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six are in play each time; the last time, each that was lost twice plays apart."""
+    monkeypatch.setenv("STAYS", "1")
+    kills = """
+    if number == 1:
+        while (num := len(open("begun").read().split())) < 12 and num % 6:
+            time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+    while len(open("begun").read().split()) <= 12:
+        time.sleep(0.01)
+    """
+    with rollout_of(tmp_path, PLAYS_MANY % kills, persistent=True, on_error="zero") as rollout:
+        samples = rollout.run(rollout.group(1, [7]), rollout.group(0, [7, 8, 9, 10, 11]))
+    failures = {key: scored.failure for key, (scored, _) in samples.items() if scored.failure}
+    assert failures.keys() == {(1, 0)}
+    assert "its program ended (killed by SIGKILL)" in failures[1, 0]
+    assert not [child for child in psutil.Process().children(recursive=True) if "agent.py" in child.cmdline()]
+
+
+def test_others_in_play_are_played_again_where_one_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The late one began first, and the program has told nothing since."""
+    monkeypatch.setenv("STAYS", "1")
+    hangs = """
+    if number == 0:
+        time.sleep(600)
+    while open("begun").read().split().count("1") < 2:
+        time.sleep(0.01)
+    """
+    with rollout_of(tmp_path, PLAYS_MANY % hangs, persistent=True, on_error="zero", timeout_s=10) as rollout:
+        rollout.start(rollout.group(0, [7]))
+        while not Path("begun").exists():
+            rollout.service.work()
+        time.sleep(2)  # so that the deadline of the other is later by as much
+        rollout.start(rollout.group(1, [8]), cancel_before=0)
+        samples = rollout.finish()
+    assert "took longer than 10 s" in samples[0, 0][0].failure
+    assert samples[1, 0][0].failure == ""
+    assert Path("begun").read_text().split() == ["0", "1", "1"]
+
+
 def test_what_a_program_that_stays_writes_is_bounded_and_moves_no_cursor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ import yaml
 from agents_harness import assert_probable
 from own_environments import WAIT_S
 from rollout_harness import Rollout
-from verifiers_packages import ENDLESS, JUDGE, SUMS, TOOLS
+from verifiers_packages import ENDLESS, JUDGE, LIES, SUMS, TOOLS
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem, SampleScored
@@ -40,7 +40,7 @@ Samples = dict[tuple[int, int], tuple[SampleScored, SampleBatch]]
 @pytest.fixture(autouse=True)
 def _packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Write the packages into the working directory."""
-    names = {"sums_v1": SUMS, "endless_v1": ENDLESS, "tools_v1": TOOLS, "digits_v1": JUDGE}
+    names = {"sums_v1": SUMS, "endless_v1": ENDLESS, "tools_v1": TOOLS, "digits_v1": JUDGE, "lies_v1": LIES}
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("TOOL_PID", str(tmp_path / "tool_pid"))
@@ -70,8 +70,8 @@ def list_here(**settings: Any) -> list[Problem]:
 
 
 @contextlib.contextmanager
-def rollout_of(folder: Path, num_at_once: int = 16, **settings: Any) -> Iterator[Rollout]:
-    entry = {"verifiers": settings, "timeout_s": WAIT_S, "max_concurrency": num_at_once}
+def rollout_of(folder: Path, num_at_once: int = 16, on_error: str | None = None, **settings: Any) -> Iterator[Rollout]:
+    entry = {"verifiers": settings, "timeout_s": WAIT_S, "max_concurrency": num_at_once, "on_error": on_error}
     rollout = Rollout(folder, None, data={"dataset_name": "verifiers"}, **entry)
     try:
         yield rollout
@@ -174,6 +174,29 @@ def test_a_conversation_of_several_turns_is_trained_on_as_it_was_sampled(tmp_pat
         for scored, arrays in samples.values():
             assert (scored.num_turns, len(scored.branches), scored.reward) == (3, 1, 3.0)
             assert_probable(arrays, {0: rollout.model})
+
+
+def test_a_lie_costs_its_episode_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rewards that are none, and 100 MB of prints, in episodes that are played at once."""
+    reasons = {
+        "nan": "the reward",
+        "huge": "the reward is 1e+300, not a number from -1e+12 to 1e+12",
+        "text": "could not convert string to float: 'much'",
+        "raises": "wrong wrong",
+        "prints": "",
+        "honest": "",
+    }
+    problems = list_here(id="lies-v1")
+    with rollout_of(tmp_path, id="lies-v1", on_error="zero") as rollout:
+        samples = rollout.run(*(rollout.group(number, [7], problem) for number, problem in enumerate(problems)))
+    for (group, _), (scored, _) in samples.items():
+        reason = reasons[problems[group].metadata["task"]["kind"]]
+        assert reason in scored.failure
+        assert bool(scored.failure) == bool(reason)
+        assert scored.reward == (0.0 if reason else 0.5)
+        assert len(scored.failure) < 1000
+    output = capfd.readouterr()
+    assert len(output.out + output.err) < 200_000
 
 
 def test_a_tool_server_that_is_killed_costs_nothing(tmp_path: Path) -> None:

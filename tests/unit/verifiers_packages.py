@@ -166,3 +166,36 @@ class Digits(vf.Judge[float]):
     async def score(self, task, trace):
         return (await self.evaluate(trace=trace, response=trace.last_reply)).parsed
 '''
+
+LIES = '''
+"""A taskset whose rewards are what a task names: some are no numbers."""
+
+import os
+
+import verifiers.v1 as vf
+
+__all__ = ["Lies"]
+
+REWARDS = {"nan": float("nan"), "huge": 1e300, "text": "much", "honest": 0.5, "prints": 0.5}
+
+
+class Data(vf.TaskData):
+    kind: str
+
+
+class Lie(vf.Task[Data]):
+    @vf.reward
+    async def said(self, trace: vf.Trace) -> float:
+        if self.data.kind == "prints":
+            for _ in range(1600):
+                os.write(2, b"x" * (1 << 16))
+        if self.data.kind == "raises":
+            raise RuntimeError("wrong " * 100_000)
+        return REWARDS[self.data.kind]
+
+
+class Lies(vf.Taskset[Lie, vf.TasksetConfig]):
+    def load(self):
+        for kind in ("nan", "huge", "text", "raises", "prints", "honest"):
+            yield Lie(Data(prompt="0", kind=kind))
+'''

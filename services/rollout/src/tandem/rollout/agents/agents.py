@@ -28,7 +28,7 @@ from tandem.common.values import encode_json
 from tandem.config import Config
 from tandem.launch.service import ServiceContext
 from tandem.rollout.agents.episodes import Episode, over
-from tandem.rollout.agents.players import make_player
+from tandem.rollout.agents.players import ENDED_WITH_ANOTHER, EpisodePlayer, make_player
 from tandem.rollout.agents.programs import ProgramChanged, ProgramLauncher
 from tandem.rollout.agents.session import EpisodeSession
 from tandem.rollout.conversation import SampleConversation
@@ -183,20 +183,30 @@ class RolloutAgents:
                 task.cancel()
 
     async def _play(self, begin: Callable[[], Episode]) -> None:
-        """Have an episode played; start it over if its program was killed from outside."""
+        """Have an episode played; start it over if its program was killed from outside.
+
+        The last time it plays apart: if its program is killed then as well, no other episode is lost with it.
+        """
         try:
             async with self._room:
-                for num_left in reversed(range(1 + outcomes.MOST_RETRIES)):
-                    if await self._play_now(begin(), is_last=not num_left):
+                num_kills = 0
+                while num_kills < outcomes.MOST_RETRIES:
+                    loss = await self._play_now(begin(), self._player)
+                    if loss is None:
                         return
+                    num_kills += loss is not ENDED_WITH_ANOTHER
+                async with self._player.apart() as player:
+                    await self._play_now(begin(), player, is_last=True)
         except Exception as error:  # our own failure, not an agent's
             self._ended.put(error)
 
-    async def _play_now(self, episode: Episode, *, is_last: bool) -> bool:
-        """Have an episode played; return whether its result counts. It always does if it `is_last`."""
+    async def _play_now(
+        self, episode: Episode, player: EpisodePlayer, *, is_last: bool = False
+    ) -> outcomes.Failure | None:
+        """Have an episode played; return its loss, if it is to be played again, as it never is where it `is_last`."""
         began = time.monotonic()
         self._open[episode.secret] = episode
-        playing = asyncio.create_task(self._player.play(episode, episode.described(self._server.url)))
+        playing = asyncio.create_task(player.play(episode, episode.described(self._server.url)))
         try:
             timeout_s = self._settings.timeout_s
             await asyncio.wait({playing, episode.told}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -205,11 +215,11 @@ class RolloutAgents:
             if isinstance(outcome, outcomes.Failure) and outcome.timed_out and self._was_stopped_since(began):
                 outcome = outcomes.Failure(f"its program was stopped from outside, and {outcome.what}", was_killed=True)
             if isinstance(outcome, outcomes.Failure) and outcome.was_killed and not is_last:
-                return False
+                return outcome
             self._ended.put((episode, outcome))
             if episode.told.done():
                 await asyncio.wait({playing}, timeout=_GRACE_S)
-            return True
+            return None
         finally:
             episode.is_over = True
             del self._open[episode.secret]

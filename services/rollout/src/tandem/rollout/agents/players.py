@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -28,6 +28,8 @@ from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE, Failure
 
 _LONGEST_ANSWER = 1 << 20
+ENDED_WITH_ANOTHER = Failure("its program was ended because another episode took too long", was_killed=True)
+"""The outcome of an episode whose program was ended here, and not because of it."""
 
 
 class EpisodePlayer(Protocol):
@@ -35,6 +37,10 @@ class EpisodePlayer(Protocol):
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
         """Have an episode played; return what the agent reports at its end, for an agent that posted no reward."""
+        ...
+
+    def apart(self) -> AbstractAsyncContextManager[EpisodePlayer]:
+        """Wait for a player that plays nothing else meanwhile: of an episode that may be why others were lost."""
         ...
 
     async def close(self) -> None:
@@ -78,6 +84,10 @@ class ByPrograms:
         except RewardError as error:
             return Failure(line(f"the last line of its program's output: {error}"), ended.errors)
 
+    def apart(self) -> AbstractAsyncContextManager[EpisodePlayer]:
+        """Return this one: each episode has its own program."""
+        return nullcontext(self)
+
     async def close(self) -> None:
         """Do nothing: nothing stays between episodes."""
 
@@ -89,6 +99,9 @@ class ByStayingPrograms:
         self._command = command
         self._launcher = launcher
         self._programs: list[_Staying | None] = [None] * num_programs
+        self._turn, self._num_apart = asyncio.Lock(), 0
+        """The turn to play apart, and how many episodes do or wait for it."""
+        self._player_apart: ByStayingPrograms | None = None
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
         """Send the episode to the program with the fewest, and wait for that program's end."""
@@ -105,6 +118,8 @@ class ByStayingPrograms:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             if episode.told.done():
                 return episode.told.result()
+            if program.running.cancelled():
+                return ENDED_WITH_ANOTHER
             return _failure(episode, program.running.result())
         finally:
             program.num_episodes -= 1
@@ -112,6 +127,20 @@ class ByStayingPrograms:
                 program.last_told = time.monotonic()
             elif program.last_told < began:  # it took too long, and has finished no other episode meanwhile
                 program.end()
+
+    @asynccontextmanager
+    async def apart(self) -> AsyncIterator[EpisodePlayer]:
+        """Wait for a program that plays nothing else; it ends once no episode waits for it."""
+        self._num_apart += 1
+        try:
+            async with self._turn:
+                if self._player_apart is None:
+                    self._player_apart = ByStayingPrograms(self._command, 1, self._launcher)
+                yield self._player_apart
+        finally:
+            self._num_apart -= 1
+            if not self._num_apart and self._player_apart is not None:
+                await self._player_apart.close()
 
     async def close(self) -> None:
         """End the programs."""
@@ -159,7 +188,11 @@ class _Staying:
 
     async def _run(self, launcher: ProgramLauncher, command: tuple[str, ...], theirs: int) -> ProgramExit:
         try:
-            return await run(launcher, command, _make_variables(), theirs, logs=True)
+            ended = await run(launcher, command, _make_variables(), theirs, logs=True)
+            if self.num_episodes:
+                program = "the program that plays episodes has ended"
+                print(f"{program} ({ended.ending}), with {self.num_episodes} in play", flush=True)
+            return ended
         finally:
             asyncio.get_running_loop().remove_writer(self._stdin)
             os.close(self._stdin)
@@ -187,6 +220,10 @@ class ByServer:
                 return Failure(line(f"the answer of {self._url}: {error}"))
         await episode.told
         return episode.unrewarded("it ended")
+
+    def apart(self) -> AbstractAsyncContextManager[EpisodePlayer]:
+        """Return this one: what its server plays at once is for the server to decide."""
+        return nullcontext(self)
 
     async def close(self) -> None:
         """Do nothing: nothing stays between episodes."""

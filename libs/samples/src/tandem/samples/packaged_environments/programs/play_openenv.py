@@ -19,10 +19,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 RELEASE = (0, 10)
 NOT_INSTALLED = 69
@@ -36,7 +37,11 @@ _HANGS_S = 30.0
 _CAPACITY = "CAPACITY_REACHED"
 _ROOM_S = 0.2
 """Seconds between two attempts to open a session at a server that has no room."""
-_LAST_LINES = 2000
+_PORT_TAKEN = "address already in use"
+_STARTS = 3
+"""Attempts to start a server whose port another program takes meanwhile."""
+_KEPT = 2000
+"""Bytes kept of what a server prints: the last ones."""
 _HIDDEN = ("done", "reward", "metadata")
 JSON, TOOLS = "json", "tools"
 
@@ -47,6 +52,10 @@ class OpenEnvRefused(Exception):
 
 class ServerKilled(OpenEnvRefused):
     """The error of a server that was killed from outside before it answered."""
+
+
+class PortTaken(OpenEnvRefused):
+    """The error of a server whose port another program has taken before it."""
 
 
 class EnvironmentFault(Exception):
@@ -74,40 +83,70 @@ class OpenEnvServer:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = Path("/dev/null")
+        self._reading: threading.Thread | None = None
+        self._printed = b""
         self.url = str(settings["url"] or "").rstrip("/")
         _, httpx = import_clients()
         self._http = httpx.AsyncClient(timeout=_HEALTH_S, trust_env=settings["url"] is not None)
 
-    async def start(self, output: Path, *, checks_release: bool = False) -> None:
-        """Start it if it is a package's, with its output in a file, and wait until it answers.
+    async def start(self, *, is_tried: bool = False) -> None:
+        """Start it if it is a package's, and wait until it answers; what it prints goes to the standard error.
 
-        Raises `OpenEnvRefused`; with `checks_release`, for an interpreter with another release of OpenEnv as well.
+        Raises `OpenEnvRefused`. A server that `is_tried` prints nothing, is refused at once where none is at the URL,
+        and where its interpreter has another release of OpenEnv.
         """
-        if self._settings["package"] is not None:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            self.url, self._output = f"http://127.0.0.1:{port}", output
-            python = self._settings["python"] or sys.executable
-            words = [python, "-m", "uvicorn", self._settings["package"], "--host", "127.0.0.1", "--port", str(port)]
-            path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-            variables = {**os.environ, "PYTHONPATH": path, **self._settings["variables"]}
-            if checks_release:
-                refuse_release(python, variables)
-            with output.open("wb") as file:
-                try:
-                    self._process = subprocess.Popen(
-                        words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables
-                    )
-                except OSError as error:
-                    raise OpenEnvRefused(f"python: cannot run {python!r}: {error.strerror}") from error
+        for num_left in reversed(range(_STARTS)):
+            if self._settings["package"] is not None:
+                self._launch(is_tried=is_tried)
+            try:
+                await self._wait(is_tried=is_tried)
+            except PortTaken:
+                if not num_left:
+                    raise
+            else:
+                break
+
+    def _launch(self, *, is_tried: bool) -> None:
+        port = find_port()
+        self.url = f"http://127.0.0.1:{port}"
+        python = self._settings["python"] or sys.executable
+        words = [python, "-m", "uvicorn", self._settings["package"], "--host", "127.0.0.1", "--port", str(port)]
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        variables = {**os.environ, "PYTHONPATH": path, **self._settings["variables"]}
+        if is_tried:
+            refuse_release(python, variables)
+        try:
+            self._process = process = subprocess.Popen(
+                [*words, "--log-level", "warning"],  # or each episode has lines of its own
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=variables,
+            )
+        except OSError as error:
+            raise OpenEnvRefused(f"python: cannot run {python!r}: {error.strerror}") from error
+        self._reading = threading.Thread(target=self._read, args=(process.stdout, not is_tried), daemon=True)
+        self._reading.start()
+
+    def _read(self, output: IO[bytes], shows: bool) -> None:
+        with output:
+            while printed := os.read(output.fileno(), 1 << 16):
+                self._printed = (self._printed + printed)[-_KEPT:]
+                if shows:
+                    sys.stderr.write(printed.decode(errors="replace"))
+                    sys.stderr.flush()
+
+    async def _wait(self, *, is_tried: bool) -> None:
+        """Wait until it answers. One at a URL may be started anew elsewhere meanwhile."""
         deadline = time.monotonic() + _START_S
         while not await self.is_healthy():
             if self._process is not None and self._process.poll() is not None:
+                last = self._last_line()
                 kind = ServerKilled if self._process.returncode < 0 else OpenEnvRefused
-                raise kind(f"the server of {self._settings['package']} ended: {self._last_line()}")
-            if time.monotonic() > deadline or self._process is None:
+                if _PORT_TAKEN in self._printed.decode(errors="replace").lower():
+                    kind = PortTaken
+                raise kind(f"the server of {self._settings['package']} ended: {last}")
+            if time.monotonic() > deadline or (is_tried and self._process is None):
                 raise OpenEnvRefused(f"no server answers at {self.url}")
             await asyncio.sleep(_ROOM_S)
 
@@ -152,10 +191,21 @@ class OpenEnvServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            if self._reading is not None:
+                self._reading.join(_LOOK_S)
 
     def _last_line(self) -> str:
-        lines = self._output.read_bytes()[-_LAST_LINES:].decode(errors="replace").strip().splitlines()
+        if self._reading is not None:
+            self._reading.join(_LOOK_S)
+        lines = self._printed.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode if self._process else None}"
+
+
+def find_port() -> int:
+    """Return a free port on loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def refuse_release(python: str, variables: dict[str, str]) -> None:
@@ -397,11 +447,11 @@ def choose_form(settings: dict[str, Any], schema: dict[str, Any]) -> str:
     return str(form)
 
 
-async def list_problems(settings: dict[str, Any], folder: Path, num: int) -> list[dict[str, Any]]:
+async def list_problems(settings: dict[str, Any], num: int) -> list[dict[str, Any]]:
     """Try the server; return the problems. Raises `OpenEnvRefused`."""
     server = OpenEnvServer(settings)
     try:
-        await server.start(folder / "server.txt", checks_release=True)
+        await server.start(is_tried=True)
         choose_form(settings, await server.ask_schema())
     finally:
         await server.close()
@@ -420,17 +470,14 @@ async def list_problems(settings: dict[str, Any], folder: Path, num: int) -> lis
 
 async def play(settings: dict[str, Any]) -> None:
     """Play all that there is to play."""
-    import tempfile
-
     server = OpenEnvServer(settings)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            await server.start(Path(folder, "server.txt"))
-        except ServerKilled:
-            server.give_up()
-        form = choose_form(settings, await server.ask_schema())
-        await OpenEnvPlayer(settings, server, form).play_all()
-        await server.close()
+    try:
+        await server.start()
+    except ServerKilled:
+        server.give_up()
+    form = choose_form(settings, await server.ask_schema())
+    await OpenEnvPlayer(settings, server, form).play_all()
+    await server.close()
 
 
 def main() -> None:
@@ -442,7 +489,7 @@ def main() -> None:
         return
     answer = Path(sys.argv[3])
     try:
-        tasks: dict[str, Any] = {"train": asyncio.run(list_problems(settings, answer.parent, int(sys.argv[4])))}
+        tasks: dict[str, Any] = {"train": asyncio.run(list_problems(settings, int(sys.argv[4])))}
     except OpenEnvRefused as error:
         tasks = {"error": str(error)}
     answer.write_text(json.dumps(tasks), encoding="utf-8")
