@@ -333,7 +333,7 @@ def test_adapters_change_and_the_base_is_written_once(tmp_path: Path) -> None:
             refit.assert_holds(torch.bfloat16)
             for publisher in publishers.values():
                 await_fact(publisher.is_idle, lambda: said)
-        written = [int(line.split(", ")[1].split()[0]) for line in said if "version" in line]
+        written = [int(line.split(", ")[1].split()[0]) for line in said if " bytes in " in line]
         assert min(written[:2]) > 2 * max(written[2:]), "whole versions, too, are of the adapters alone from then on"
     finally:
         for each in (*mirrors.values(), *publishers.values()):
