@@ -236,7 +236,7 @@ class Seeing(plane.Cluster):
 
     def commands(self, way: float) -> Iterator[tuple[str, Any]]:
         for engine, command in super().commands(way):
-            groups = tuple(msgspec.structs.replace(group, images=self._images[group.group]) for group in command.groups)
+            groups = tuple(msgspec.structs.replace(group, media=self._images[group.group]) for group in command.groups)
             yield engine, msgspec.structs.replace(command, groups=groups)
 
 
