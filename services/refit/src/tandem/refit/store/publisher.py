@@ -98,6 +98,7 @@ class StorePublisher:
         """Whether `_kept` is the version before."""
         self._changing = threading.Condition()
         self._pending: _Version | None = None
+        self._is_writing = False
         self._written: list[_Written] = []
         """Versions that are in the store, and what of them may still be read: the newest is the last."""
         self._parts: set[str] = set()
@@ -142,9 +143,9 @@ class StorePublisher:
             self._changing.notify_all()
 
     def is_idle(self) -> bool:
-        """Return whether everything is written."""
+        """Return whether everything is written, and what no version needs is removed."""
         with self._changing:
-            return self._pending is None
+            return self._pending is None and not self._is_writing
 
     def close(self) -> None:
         """Stop, and remove what this process has written, as far as the store answers."""
@@ -173,9 +174,11 @@ class StorePublisher:
         self._forget_predecessors()
         while True:
             with self._changing:
+                self._is_writing = False
                 if self._pending is None and not self._is_closed:
                     self._changing.wait(_ASKED_POLL_S)
                 pending = self._pending
+                self._is_writing = pending is not None
                 if self._is_closed:
                     return
             try:
