@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ PORT = 6379
 DASHBOARD_PORT = 8265
 START_S = 300.0
 """Longest start of a Ray node, on a machine that is busy."""
+_TOKEN = secrets.token_hex(32)
 MEMORY = 80 << 20
 """Bytes of an object store: nothing is put into it."""
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
@@ -239,9 +241,13 @@ class Typed:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment with its Python path, for what runs on nodes."""
+    """Return this process's environment with its Python path, for what runs on nodes.
+
+    Ray's own way is a head that asks for a token if this user's home has one, of which workers then know nothing.
+    """
     paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_DEDUP_LOGS": "0"}
+    with_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
+    return {**os.environ, **with_token, "PYTHONPATH": os.pathsep.join(paths), "RAY_DEDUP_LOGS": "0"}
 
 
 def _namespace_of(process: psutil.Process) -> str:
