@@ -37,7 +37,7 @@ TWO_NODES: dict[str, Any] = {"cluster": {"num_nodes": 2, "gpus_per_node": 1}}
 SERVICES = ("refit --", "trainer --", "rollout --")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     """Return a head and two workers."""
     with ray_in(tmp_path_factory.mktemp("ray")) as running:
