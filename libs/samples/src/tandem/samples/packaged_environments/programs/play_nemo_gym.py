@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 NOT_INSTALLED = 69
 _START_S = 300.0
@@ -55,6 +55,8 @@ _SPLITS = {"train": ("train", "example"), "validation": ("validation",)}
 """Types of an agent's data sets, by what they are for; the first that has rows counts."""
 _ALMOST = re.compile(r"Almost-Server Detected: '([^']*)'.*?\n  - (.*?)\n\n", re.DOTALL)
 """NeMo Gym's words on settings that are nearly a server's; its error has the whole configuration instead."""
+_PIECE, _KEPT = 1 << 16, 2000
+"""Characters of what a server prints that are read at once, and of a line that are kept: the last ones."""
 _PDEATHSIG = 1
 _PORT_TAKEN = "address already in use"
 _STARTS = 3
@@ -182,6 +184,7 @@ class GymServers:
         self._config, self._variables, self._shows = config, variables, shows
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._last_lines: dict[str, deque[str]] = {}
+        self._reading: dict[str, threading.Thread] = {}
         self._http: Any = None
         self._addresses = {name: f"http://{server.host}:{server.port}" for name, _, _, server in list_servers(config)}
 
@@ -237,9 +240,9 @@ class GymServers:
             )
         except OSError as error:
             raise GymRefused(f"{name}: cannot run {program[0]!r}: {error.strerror}") from error
-        lines: deque[str] = deque(maxlen=20)
-        self._last_lines[name] = lines
-        threading.Thread(target=self._read, args=(process, lines), daemon=True).start()
+        lines = self._last_lines[name] = deque(maxlen=20)
+        self._reading[name] = threading.Thread(target=self._read, args=(process.stdout, lines), daemon=True)
+        self._reading[name].start()
         return process
 
     def _python_of(self, kind: str, folder: str, place: Path) -> str:
@@ -248,21 +251,26 @@ class GymServers:
         beside = place / ".venv/bin/python"
         return str(next((path.absolute() for path in (gym_python, beside) if path.exists()), sys.executable))
 
-    def _read(self, process: subprocess.Popen[str], lines: deque[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.strip():
-                lines.append(line.strip())
+    def _read(self, output: TextIO, lines: deque[str]) -> None:
+        """Keep the last lines of what a server prints. A line may have no end, and is not held whole."""
+        is_new = True
+        while piece := output.readline(_PIECE):
             if self._shows:
-                sys.stderr.write(line)
+                sys.stderr.write(piece)
                 sys.stderr.flush()
+            if is_new and not piece.strip():
+                continue
+            if is_new:
+                lines.append("")
+            lines[-1] = (lines[-1] + piece)[-_KEPT:]
+            is_new = piece.endswith("\n")
 
     def _refuse_ended(self) -> None:
         """Raise `GymRefused` if a server has ended."""
         for name, process in self._processes.items():
             if process.poll() is not None:
-                time.sleep(_LOOK_S)  # until its last line has been read
-                lines = self._last_lines[name] or [f"exit code {process.returncode}"]
+                self._reading[name].join(_END_S)  # until its last line has been read
+                lines = [line.strip() for line in [*self._last_lines[name]]] or [f"exit code {process.returncode}"]
                 last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
                 is_chance = process.returncode < 0 or _PORT_TAKEN in last.lower()
                 kind = GymKilled if is_chance else GymRefused
