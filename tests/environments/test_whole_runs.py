@@ -200,6 +200,39 @@ VERDICTS: dict[str, str | int | None] = {
     "9": 400,
 }
 """What a judge answers, by the last character of a response: a verdict, something else, nothing at all, a refusal."""
+DYING_JUDGE = """
+import json
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+message = {"role": "assistant", "content": "[[A=B]]"}
+usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+head = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "usage": usage}
+text = json.dumps({**head, "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}).encode()
+left = int(sys.argv[1])
+
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self):
+        global left
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+server = HTTPServer(("127.0.0.1", 0), Judge)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+"""A judge that finds every response right, so many times as its argument says, and is killed when it is asked again."""
 HARBOR = '''
 """Asks the policy twice, and writes its answers to a file of the sandbox."""
 
@@ -543,3 +576,39 @@ def test_a_judge_that_fails_costs_its_episodes_and_no_run(name: str) -> None:
             assert bool(sample.scored.failure) == sample.scored.dropped
         assert journaled.metrics.get("environment_dropped", 0.0) == num_dropped
     assert verdicts == {*values}, "all kinds of answers are seen"
+
+
+NUM_VERDICTS = 3
+"""Of four episodes of the first step."""
+KILLED = {"verifiers": (2, WAIT_S), "nemo_gym": (1, 240.0)}
+"""Of each kind with a judge: the steps of the run, and the limit of an episode."""
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_judge_that_is_killed_for_good_costs_its_episodes_and_is_named(name: str) -> None:
+    """Its last verdicts count. An episode of verifiers fails at once; NeMo Gym asks until its time is over."""
+    skip_absent(name)
+    num_steps, timeout_s = KILLED[name]
+    program = [sys.executable, "-c", DYING_JUDGE, str(NUM_VERDICTS)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as judge:
+        assert judge.stdout is not None
+        url = f"http://127.0.0.1:{int(judge.stdout.readline())}/v1"
+        try:
+            config = configure(name, judged_by(name, url), "drop", grpo={"max_num_steps": num_steps})
+            limits = [f"env.theirs.timeout_s={timeout_s}", "env.theirs.max_concurrency=4"]
+            run = coordinator("up", config, *limits, timeout_s=WAIT_S)
+            assert run.returncode == 0, run.stdout + run.stderr
+            assert judge.wait(WAIT_S) == -signal.SIGKILL
+        finally:
+            judge.kill()
+    samples = [sample for step in range(1, num_steps + 1) for sample in read_step(Path("run/samples"), step)]
+    dropped = [sample.scored for sample in samples if sample.scored.dropped]
+    assert len(samples) == 4 * num_steps
+    assert len(dropped) == len(samples) - NUM_VERDICTS
+    assert [sample.scored.reward for sample in samples if not sample.scored.dropped] == [1.0] * NUM_VERDICTS
+    said = {scored.failure for scored in dropped}
+    log = Path("run/logs/rollout-0.log").read_text()
+    if name == "verifiers":
+        assert all(f"(judge: {url})" in failure for failure in said), said
+    else:
+        assert f"no answer from judge_model at {url}: what asks it waits" in log, log

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 NOT_INSTALLED = 69
 _START_S = 300.0
@@ -157,6 +158,17 @@ def refuse_local_models(servers: list[tuple[str, str, str, Any]]) -> None:
                 f"{name}: NeMo Gym would serve it on GPUs ({folder}), which the run has: serve it elsewhere, "
                 f"and make {name} a vllm_model or openai_model with its address"
             )
+
+
+def list_models_elsewhere(config: Any) -> list[tuple[str, str]]:
+    """Return each model that is asked besides the policy: the name of its server, and an address of the model."""
+    models = []
+    for name, kind, _, server in list_servers(config):
+        for key, value in server.items() if kind == _MODELS else ():
+            if str(key).endswith("base_url") and value is not None:
+                urls = [value] if isinstance(value, str) else value
+                models += [(name, str(url)) for url in urls if url != config.policy_base_url]
+    return models
 
 
 def list_agents(config: Any) -> dict[str, Any]:
@@ -301,6 +313,17 @@ class GymServers:
             if not self.are_running or time.monotonic() - min(well_at.values()) > _HANGS_S:
                 give_up("a server of NeMo Gym is gone or hangs")
 
+    async def watch_models(self) -> None:
+        """Say where a model is that nothing can connect to, once each time: NeMo Gym asks it on and on, in silence."""
+        gone: set[tuple[str, str]] = set()
+        while models := list_models_elsewhere(self._config):
+            reached = await asyncio.gather(*(accepts(url) for _, url in models))
+            unreached = {model for model, is_there in zip(models, reached, strict=True) if not is_there}
+            for name, url in sorted(unreached - gone):
+                print(f"no answer from {name} at {url}: what asks it waits", file=sys.stderr, flush=True)
+            gone = unreached
+            await asyncio.sleep(_HEALTH_S)
+
     async def close(self) -> None:
         """End the servers, those that have begun Ray with it."""
         if self._http is not None:
@@ -314,6 +337,19 @@ class GymServers:
             process.kill()
         for process in self._processes.values():
             process.wait()
+
+
+async def accepts(url: str) -> bool:
+    """Tell whether something accepts connections at an address."""
+    place = urlsplit(url)
+    port = place.port or (443 if place.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(_HEALTH_S):
+            _, writer = await asyncio.open_connection(place.hostname, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def give_up(reason: str) -> None:
@@ -427,11 +463,12 @@ class GymPlayer:
     async def play_all(self) -> None:
         """Play an episode for each line of the standard input, to its end."""
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._servers.watch())
+            watching = [tasks.create_task(watch()) for watch in (self._servers.watch, self._servers.watch_models)]
             async with asyncio.TaskGroup() as playing:
                 while line := await asyncio.to_thread(sys.stdin.readline):
                     playing.create_task(self._play(json.loads(line)))
-            watching.cancel()
+            for task in watching:
+                task.cancel()
         await self._http.close()
 
     async def _play(self, order: dict[str, Any]) -> None:
