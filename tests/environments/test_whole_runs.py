@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import string
 import subprocess
@@ -20,17 +21,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 
-from tandem.samples.model_files import load_model_tokenizer
+from tandem.config.schema import NewModel
+from tandem.samples.model_files import load_model_tokenizer, write_new_model
 from tandem.samples.recorded_shards import read_step
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.runs.agent_run_harness import OVER, branches_of, model_after
 from tests.harness.runs.console_server import console_server as console_server
+from tests.harness.runs.pages_harness import DOCS, code_of
 from tests.harness.runs.running import (
+    TINY,
     Command,
     coordinator,
     deterministic,
@@ -612,3 +618,63 @@ def test_a_judge_that_is_killed_for_good_costs_its_episodes_and_is_named(name: s
         assert all(f"(judge: {url})" in failure for failure in said), said
     else:
         assert f"no answer from judge_model at {url}: what asks it waits" in log, log
+
+
+def describe_choice(number: int) -> str:
+    """Return a row of NeMo Gym's `mcqa`: an answer that a tiny model can give."""
+    request = {"input": [{"role": "user", "content": f"{number}"}]}
+    options = [{"A": digit} for digit in "02468"] + [{"B": digit} for digit in "13579"]
+    row = {"responses_create_params": request, "options": options, "expected_answer": "A"}
+    return json.dumps({**row, "template_metadata": {"output_regex": "([0-9])"}}) + "\n"
+
+
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+NEW_MODEL = {**TINY["policy"]["new_model"], "characters": CHARACTERS}
+
+
+def list_small_settings() -> list[str]:
+    """Return settings that make a run small, as they are typed: its model, its lengths, and its one step."""
+    settings = {
+        "policy.new_model": NEW_MODEL,
+        **{f"policy.{key}": TINY["policy"][key] for key in ("model_name", "precision", "optimizer")},
+        "policy.max_total_sequence_length": 512,
+        "policy.generation.max_new_tokens": 6,
+        "policy.generation.transformers_cfg": {"num_slots": 16},
+        **{f"grpo.{key}": value for key, value in {"max_num_steps": 1, "val_period": 0, "seed": 7}.items()},
+        **{f"logger.{key}": value for key, value in TINY["logger"].items()},
+        **{f"cluster.{key}": value for key, value in TINY["cluster"].items()},
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+@pytest.mark.parametrize("name", ["openenv", "nemo_gym"])
+def test_what_the_page_says_is_checked_as_it_stands_and_runs(name: str) -> None:
+    """Its configuration, with a tiny model and what is installed in the folders that it names; then a step of it."""
+    python = Path(skip_absent(name))
+    page = (DOCS / "packaged_environments.md").read_text()
+    text, *more = [block for block in code_of(page, "yaml") if f"{name}:" in block]
+    if name == "openenv":
+        Path("echo").symlink_to(python.parents[1])
+        (command,) = [line for line in page.splitlines() if line.startswith("echo/bin/openenv ")]
+        subprocess.run(shlex.split(command), check=True, capture_output=True, timeout=WAIT_S)
+    else:
+        Path("gym").symlink_to(python.parents[1])
+        Path("train.jsonl").write_text("".join(map(describe_choice, range(16))))
+        Path("validation.jsonl").write_text(describe_choice(16))
+    Path("page.yaml").write_text(text)
+    settings = yaml.safe_load(text)
+    write_new_model(Path(settings["policy"]["model_name"]), msgspec.convert(NEW_MODEL, NewModel))
+    for number, block in enumerate(more):  # they change parts of the first
+        Path(f"more-{number}.yaml").write_text(yaml.safe_dump(merged(settings, yaml.safe_load(block))))
+    for path in ("page.yaml", *(f"more-{number}.yaml" for number in range(len(more)))):
+        checked = coordinator("check", path, timeout_s=WAIT_S)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert "OK" in checked.stdout, checked.stdout
+    assert len(more) == (name == "nemo_gym")
+    run = coordinator("up", "page.yaml", *list_small_settings(), timeout_s=WAIT_S)
+    assert run.returncode == 0, run.stdout + run.stderr
+    samples = read_step(Path("run/samples"), 1)
+    assert len(samples) == 64
+    assert {sample.scored.failure for sample in samples} == {""}
+    assert len({sample.scored.reward for sample in samples}) > 1
+    assert {sample.scored.num_turns for sample in samples} == {2 if name == "openenv" else 1}
