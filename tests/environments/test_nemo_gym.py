@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,14 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import yaml
 
 from tandem.common.messages import Problem
+from tandem.config.schema.environments import NemoGymConfig
 from tandem.coordinator.cli import main
 from tandem.samples.batch import SampleBatch
+from tandem.samples.packaged_environments.programs import play_nemo_gym
 from tests.harness.runs.running import TINY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
@@ -84,6 +88,15 @@ LIES = {
     "honest": "",
 }
 """What is said of each lie; nothing where there is none."""
+ENDLESS = """
+import os
+
+for _ in range(1024):
+    os.write(1, b"x" * (1 << 16))
+os.write(1, b" RuntimeError: the end of a long line")
+raise SystemExit(3)
+"""
+"""A server that prints a line of 64 MB, which has no end, and ends."""
 FILES: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
     "workplace": (
         ["workplace_assistant/configs/workplace_assistant.yaml"],
@@ -205,6 +218,18 @@ def rollout_of(place: Path, num_at_once: int = 16, on_error: str = "fail", **set
         rollout.service.close()
 
 
+def describe_server(name: str, source: str) -> dict[str, Any]:
+    """Write the program of a resources server; return NeMo Gym's settings of it and of its agent, `NAME_agent`."""
+    Path(f"resources_servers/{name}").mkdir(parents=True)
+    Path(f"resources_servers/{name}/app.py").write_text(source)
+    agent = {"entrypoint": "app.py", "resources_server": {"type": _RESOURCES, "name": name}}
+    agent["model_server"] = {"type": "responses_api_models", "name": "policy_model"}
+    return {
+        name: {_RESOURCES: {name: {"entrypoint": "app.py", "domain": "other", "verified": False}}},
+        f"{name}_agent": {"responses_api_agents": {"simple_agent": agent}},
+    }
+
+
 def list_servers() -> list[psutil.Process]:
     """Return the servers of NeMo Gym that this process has started, through others."""
     servers = []
@@ -293,14 +318,7 @@ def test_a_server_that_is_killed_costs_nothing_and_none_is_left(tmp_path: Path) 
 
 def test_a_lie_costs_its_episode_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rewards that are none, a result and prints of 100 MB, in episodes that are played at once."""
-    Path("resources_servers/liar").mkdir(parents=True)
-    Path("resources_servers/liar/app.py").write_text(LIAR)
-    agent = {"entrypoint": "app.py", "resources_server": {"type": _RESOURCES, "name": "liar"}}
-    agent["model_server"] = {"type": "responses_api_models", "name": "policy_model"}
-    config = {
-        "liar": {_RESOURCES: {"liar": {"entrypoint": "app.py", "domain": "other", "verified": False}}},
-        "liar_agent": {"responses_api_agents": {"simple_agent": agent}},
-    }
+    config = describe_server("liar", LIAR)
     reference = {"type": "responses_api_agents", "name": "liar_agent"}
     problems = [problem_of("1", kind=kind, agent_ref=reference) for kind in LIES]
     with rollout_of(tmp_path, on_error="zero", config=config) as rollout:
@@ -312,6 +330,33 @@ def test_a_lie_costs_its_episode_alone(tmp_path: Path, capfd: pytest.CaptureFixt
     assert all(LIES[kind] in scored.failure and len(scored.failure) < 1000 for kind, scored in said.items()), said
     output = capfd.readouterr()
     assert len(output.out + output.err) < 200_000
+    assert not list_servers()
+
+
+def test_a_line_without_end_is_not_held_whole_and_its_end_is_what_is_said() -> None:
+    """The server prints it, and ends; the program that tries the servers says why, and needs no memory for it."""
+    row = json.dumps({**row_of("1"), "agent_ref": {"type": "responses_api_agents", "name": "endless_agent"}})
+    Path("rows.jsonl").write_text(row + "\n")
+    config = describe_server("endless", ENDLESS)
+    config["endless_agent"]["responses_api_agents"]["simple_agent"]["datasets"] = [
+        {"name": "rows", "type": "example", "jsonl_fpath": "rows.jsonl"}
+    ]
+    settings = msgspec.to_builtins(NemoGymConfig(config=config, python=PYTHON))
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
+    code += "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    program = [PYTHON, "-c", code, play_nemo_gym.__file__, "list", json.dumps(settings), "answer.json"]
+    peaks_kb, reasons = [], []
+    for source in (ENDLESS, ENDLESS.replace("1024", "1")):
+        Path("resources_servers/endless/app.py").write_text(source)
+        ended = subprocess.run([*program, "8"], capture_output=True, text=True, timeout=WAIT_S)
+        assert ended.returncode == 0, ended.stderr
+        peaks_kb.append(int(ended.stdout.split()[-1]))
+        reasons.append(json.loads(Path("answer.json").read_text())["error"])
+    for reason in reasons:
+        assert reason.startswith("the server endless ended: xxx")
+        assert reason.endswith(" RuntimeError: the end of a long line")
+        assert len(reason) < 2100
+    assert peaks_kb[0] - peaks_kb[1] < 32 << 10, "half of the line"
     assert not list_servers()
 
 

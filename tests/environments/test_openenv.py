@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -140,6 +141,18 @@ class Liar(MyEchoEnvironment):
 
 app = create_app(Liar, MyEchoAction, Said, env_name="liar", max_concurrent_envs=16)
 '''
+HANGING = {
+    "hung_at_import": "import time\n\ntime.sleep(1e6)\n",
+    "hung_in_answers": """
+import asyncio
+
+
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        await asyncio.sleep(1e6)
+""",
+}
+"""Applications whose server never answers: one has never begun to listen, the other accepts connections."""
 BELIEVED = {
     "nan": "",  # OpenEnv sends it as null, which is no reward
     "huge": "the reward is 2e+300, not a number from -1e+12 to 1e+12",
@@ -174,6 +187,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "adder.py").write_text(TOOLS)
     (made / "late.py").write_text(LATE)
     (made / "liar.py").write_text(LIAR)
+    for name, source in HANGING.items():
+        (made / f"{name}.py").write_text(source)
     return made
 
 
@@ -378,6 +393,30 @@ def test_what_cannot_be_played_is_refused_in_one_line(settings: dict[str, Any], 
     assert "env.theirs.openenv" in str(refused.value)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("command", ["list", "play"])
+@pytest.mark.parametrize("name", HANGING)
+def test_a_server_that_hangs_at_its_start_is_refused_within_its_limit_and_ends(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build_config(
+        {"grpo": {}, "policy": {"model_name": "model"}, "env": {"e": {"openenv": {**ECHO, "package": f"{name}:app"}}}}
+    ).env["e"]
+    answer = tmp_path / "answer.json"
+    words = [json.dumps(msgspec.to_builtins(config.packaged)), str(answer), "4"]
+    monkeypatch.setattr(play_openenv, "_START_S", 20.0)
+    monkeypatch.setattr(sys, "argv", ["play_openenv.py", command, *words])
+    reason = f"the server of {name}:app does not answer after 20 s"
+    began = time.monotonic()
+    if command == "list":
+        play_openenv.main()
+        assert json.loads(answer.read_text()) == {"error": reason}
+    else:
+        with pytest.raises(play_openenv.OpenEnvRefused, match=re.escape(reason)):
+            play_openenv.main()
+    assert time.monotonic() - began < WAIT_S
+    assert not [child for child in psutil.Process().children(recursive=True) if "uvicorn" in child.cmdline()]
 
 
 def test_another_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

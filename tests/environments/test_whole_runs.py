@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import string
 import subprocess
@@ -20,17 +21,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 
-from tandem.samples.model_files import load_model_tokenizer
+from tandem.config.schema import NewModel
+from tandem.samples.model_files import load_model_tokenizer, write_new_model
 from tandem.samples.recorded_shards import read_step
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.runs.agent_run_harness import OVER, branches_of, model_after
 from tests.harness.runs.console_server import console_server as console_server
+from tests.harness.runs.pages_harness import DOCS, code_of
 from tests.harness.runs.running import (
+    TINY,
     Command,
     coordinator,
     deterministic,
@@ -200,6 +206,39 @@ VERDICTS: dict[str, str | int | None] = {
     "9": 400,
 }
 """What a judge answers, by the last character of a response: a verdict, something else, nothing at all, a refusal."""
+DYING_JUDGE = """
+import json
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+message = {"role": "assistant", "content": "[[A=B]]"}
+usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+head = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "usage": usage}
+text = json.dumps({**head, "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}).encode()
+left = int(sys.argv[1])
+
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self):
+        global left
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+server = HTTPServer(("127.0.0.1", 0), Judge)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+"""A judge that finds every response right, so many times as its argument says, and is killed when it is asked again."""
 HARBOR = '''
 """Asks the policy twice, and writes its answers to a file of the sandbox."""
 
@@ -543,3 +582,99 @@ def test_a_judge_that_fails_costs_its_episodes_and_no_run(name: str) -> None:
             assert bool(sample.scored.failure) == sample.scored.dropped
         assert journaled.metrics.get("environment_dropped", 0.0) == num_dropped
     assert verdicts == {*values}, "all kinds of answers are seen"
+
+
+NUM_VERDICTS = 3
+"""Of four episodes of the first step."""
+KILLED = {"verifiers": (2, WAIT_S), "nemo_gym": (1, 240.0)}
+"""Of each kind with a judge: the steps of the run, and the limit of an episode."""
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_judge_that_is_killed_for_good_costs_its_episodes_and_is_named(name: str) -> None:
+    """Its last verdicts count. An episode of verifiers fails at once; NeMo Gym asks until its time is over."""
+    skip_absent(name)
+    num_steps, timeout_s = KILLED[name]
+    program = [sys.executable, "-c", DYING_JUDGE, str(NUM_VERDICTS)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as judge:
+        assert judge.stdout is not None
+        url = f"http://127.0.0.1:{int(judge.stdout.readline())}/v1"
+        try:
+            config = configure(name, judged_by(name, url), "drop", grpo={"max_num_steps": num_steps})
+            limits = [f"env.theirs.timeout_s={timeout_s}", "env.theirs.max_concurrency=4"]
+            run = coordinator("up", config, *limits, timeout_s=WAIT_S)
+            assert run.returncode == 0, run.stdout + run.stderr
+            assert judge.wait(WAIT_S) == -signal.SIGKILL
+        finally:
+            judge.kill()
+    samples = [sample for step in range(1, num_steps + 1) for sample in read_step(Path("run/samples"), step)]
+    dropped = [sample.scored for sample in samples if sample.scored.dropped]
+    assert len(samples) == 4 * num_steps
+    assert len(dropped) == len(samples) - NUM_VERDICTS
+    assert [sample.scored.reward for sample in samples if not sample.scored.dropped] == [1.0] * NUM_VERDICTS
+    said = {scored.failure for scored in dropped}
+    log = Path("run/logs/rollout-0.log").read_text()
+    if name == "verifiers":
+        assert all(f"(judge: {url})" in failure for failure in said), said
+    else:
+        assert f"no answer from judge_model at {url}: what asks it waits" in log, log
+
+
+def describe_choice(number: int) -> str:
+    """Return a row of NeMo Gym's `mcqa`: an answer that a tiny model can give."""
+    request = {"input": [{"role": "user", "content": f"{number}"}]}
+    options = [{"A": digit} for digit in "02468"] + [{"B": digit} for digit in "13579"]
+    row = {"responses_create_params": request, "options": options, "expected_answer": "A"}
+    return json.dumps({**row, "template_metadata": {"output_regex": "([0-9])"}}) + "\n"
+
+
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+NEW_MODEL = {**TINY["policy"]["new_model"], "characters": CHARACTERS}
+
+
+def list_small_settings() -> list[str]:
+    """Return settings that make a run small, as they are typed: its model, its lengths, and its one step."""
+    settings = {
+        "policy.new_model": NEW_MODEL,
+        **{f"policy.{key}": TINY["policy"][key] for key in ("model_name", "precision", "optimizer")},
+        "policy.max_total_sequence_length": 512,
+        "policy.generation.max_new_tokens": 6,
+        "policy.generation.transformers_cfg": {"num_slots": 16},
+        **{f"grpo.{key}": value for key, value in {"max_num_steps": 1, "val_period": 0, "seed": 7}.items()},
+        **{f"logger.{key}": value for key, value in TINY["logger"].items()},
+        **{f"cluster.{key}": value for key, value in TINY["cluster"].items()},
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+@pytest.mark.parametrize("name", ["openenv", "nemo_gym"])
+def test_what_the_page_says_is_checked_as_it_stands_and_runs(name: str) -> None:
+    """Its configuration, with a tiny model and what is installed in the folders that it names; then a step of it."""
+    python = Path(skip_absent(name))
+    page = (DOCS / "packaged_environments.md").read_text()
+    text, *more = [block for block in code_of(page, "yaml") if f"{name}:" in block]
+    if name == "openenv":
+        Path("echo").symlink_to(python.parents[1])
+        (command,) = [line for line in page.splitlines() if line.startswith("echo/bin/openenv ")]
+        subprocess.run(shlex.split(command), check=True, capture_output=True, timeout=WAIT_S)
+    else:
+        Path("gym").symlink_to(python.parents[1])
+        Path("train.jsonl").write_text("".join(map(describe_choice, range(16))))
+        Path("validation.jsonl").write_text(describe_choice(16))
+    Path("page.yaml").write_text(text)
+    settings = yaml.safe_load(text)
+    write_new_model(Path(settings["policy"]["model_name"]), msgspec.convert(NEW_MODEL, NewModel))
+    for number, block in enumerate(more):  # they change parts of the first
+        Path(f"more-{number}.yaml").write_text(yaml.safe_dump(merged(settings, yaml.safe_load(block))))
+    for path in ("page.yaml", *(f"more-{number}.yaml" for number in range(len(more)))):
+        checked = coordinator("check", path, timeout_s=WAIT_S)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert "OK" in checked.stdout, checked.stdout
+    assert len(more) == (name == "nemo_gym")
+    run = coordinator("up", "page.yaml", *list_small_settings(), timeout_s=WAIT_S)
+    assert run.returncode == 0, run.stdout + run.stderr
+    samples = read_step(Path("run/samples"), 1)
+    assert len(samples) == 64
+    assert {sample.scored.failure for sample in samples} == {""}
+    assert len({sample.scored.reward for sample in samples}) > 1
+    assert {sample.scored.num_turns for sample in samples} == {2 if name == "openenv" else 1}

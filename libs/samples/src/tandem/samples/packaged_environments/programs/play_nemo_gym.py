@@ -28,7 +28,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 NOT_INSTALLED = 69
 _START_S = 300.0
@@ -55,6 +56,8 @@ _SPLITS = {"train": ("train", "example"), "validation": ("validation",)}
 """Types of an agent's data sets, by what they are for; the first that has rows counts."""
 _ALMOST = re.compile(r"Almost-Server Detected: '([^']*)'.*?\n  - (.*?)\n\n", re.DOTALL)
 """NeMo Gym's words on settings that are nearly a server's; its error has the whole configuration instead."""
+_PIECE, _KEPT = 1 << 16, 2000
+"""Characters of what a server prints that are read at once, and of a line that are kept: the last ones."""
 _PDEATHSIG = 1
 _PORT_TAKEN = "address already in use"
 _STARTS = 3
@@ -157,6 +160,17 @@ def refuse_local_models(servers: list[tuple[str, str, str, Any]]) -> None:
             )
 
 
+def list_models_elsewhere(config: Any) -> list[tuple[str, str]]:
+    """Return each model that is asked besides the policy: the name of its server, and an address of the model."""
+    models = []
+    for name, kind, _, server in list_servers(config):
+        for key, value in server.items() if kind == _MODELS else ():
+            if str(key).endswith("base_url") and value is not None:
+                urls = [value] if isinstance(value, str) else value
+                models += [(name, str(url)) for url in urls if url != config.policy_base_url]
+    return models
+
+
 def list_agents(config: Any) -> dict[str, Any]:
     """Return the settings of the agents, by name."""
     return {name: server for name, kind, _, server in list_servers(config) if kind == _AGENTS}
@@ -182,6 +196,7 @@ class GymServers:
         self._config, self._variables, self._shows = config, variables, shows
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._last_lines: dict[str, deque[str]] = {}
+        self._reading: dict[str, threading.Thread] = {}
         self._http: Any = None
         self._addresses = {name: f"http://{server.host}:{server.port}" for name, _, _, server in list_servers(config)}
 
@@ -237,9 +252,9 @@ class GymServers:
             )
         except OSError as error:
             raise GymRefused(f"{name}: cannot run {program[0]!r}: {error.strerror}") from error
-        lines: deque[str] = deque(maxlen=20)
-        self._last_lines[name] = lines
-        threading.Thread(target=self._read, args=(process, lines), daemon=True).start()
+        lines = self._last_lines[name] = deque(maxlen=20)
+        self._reading[name] = threading.Thread(target=self._read, args=(process.stdout, lines), daemon=True)
+        self._reading[name].start()
         return process
 
     def _python_of(self, kind: str, folder: str, place: Path) -> str:
@@ -248,21 +263,26 @@ class GymServers:
         beside = place / ".venv/bin/python"
         return str(next((path.absolute() for path in (gym_python, beside) if path.exists()), sys.executable))
 
-    def _read(self, process: subprocess.Popen[str], lines: deque[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.strip():
-                lines.append(line.strip())
+    def _read(self, output: TextIO, lines: deque[str]) -> None:
+        """Keep the last lines of what a server prints. A line may have no end, and is not held whole."""
+        is_new = True
+        while piece := output.readline(_PIECE):
             if self._shows:
-                sys.stderr.write(line)
+                sys.stderr.write(piece)
                 sys.stderr.flush()
+            if is_new and not piece.strip():
+                continue
+            if is_new:
+                lines.append("")
+            lines[-1] = (lines[-1] + piece)[-_KEPT:]
+            is_new = piece.endswith("\n")
 
     def _refuse_ended(self) -> None:
         """Raise `GymRefused` if a server has ended."""
         for name, process in self._processes.items():
             if process.poll() is not None:
-                time.sleep(_LOOK_S)  # until its last line has been read
-                lines = self._last_lines[name] or [f"exit code {process.returncode}"]
+                self._reading[name].join(_END_S)  # until its last line has been read
+                lines = [line.strip() for line in [*self._last_lines[name]]] or [f"exit code {process.returncode}"]
                 last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
                 is_chance = process.returncode < 0 or _PORT_TAKEN in last.lower()
                 kind = GymKilled if is_chance else GymRefused
@@ -293,6 +313,17 @@ class GymServers:
             if not self.are_running or time.monotonic() - min(well_at.values()) > _HANGS_S:
                 give_up("a server of NeMo Gym is gone or hangs")
 
+    async def watch_models(self) -> None:
+        """Say where a model is that nothing can connect to, once each time: NeMo Gym asks it on and on, in silence."""
+        gone: set[tuple[str, str]] = set()
+        while models := list_models_elsewhere(self._config):
+            reached = await asyncio.gather(*(accepts(url) for _, url in models))
+            unreached = {model for model, is_there in zip(models, reached, strict=True) if not is_there}
+            for name, url in sorted(unreached - gone):
+                print(f"no answer from {name} at {url}: what asks it waits", file=sys.stderr, flush=True)
+            gone = unreached
+            await asyncio.sleep(_HEALTH_S)
+
     async def close(self) -> None:
         """End the servers, those that have begun Ray with it."""
         if self._http is not None:
@@ -306,6 +337,19 @@ class GymServers:
             process.kill()
         for process in self._processes.values():
             process.wait()
+
+
+async def accepts(url: str) -> bool:
+    """Tell whether something accepts connections at an address."""
+    place = urlsplit(url)
+    port = place.port or (443 if place.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(_HEALTH_S):
+            _, writer = await asyncio.open_connection(place.hostname, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def give_up(reason: str) -> None:
@@ -419,11 +463,12 @@ class GymPlayer:
     async def play_all(self) -> None:
         """Play an episode for each line of the standard input, to its end."""
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._servers.watch())
+            watching = [tasks.create_task(watch()) for watch in (self._servers.watch, self._servers.watch_models)]
             async with asyncio.TaskGroup() as playing:
                 while line := await asyncio.to_thread(sys.stdin.readline):
                     playing.create_task(self._play(json.loads(line)))
-            watching.cancel()
+            for task in watching:
+                task.cancel()
         await self._http.close()
 
     async def _play(self, order: dict[str, Any]) -> None:

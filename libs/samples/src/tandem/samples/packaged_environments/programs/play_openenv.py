@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ _ROOM_S = 0.2
 _PORT_TAKEN = "address already in use"
 _STARTS = 3
 """Attempts to start a server whose port another program takes meanwhile."""
+_PDEATHSIG = 1
 _KEPT = 2000
 """Bytes kept of what a server prints: the last ones."""
 _HIDDEN = ("done", "reward", "metadata")
@@ -122,6 +124,7 @@ class OpenEnvServer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=variables,
+                preexec_fn=_end_with_parent,
             )
         except OSError as error:
             raise OpenEnvRefused(f"python: cannot run {python!r}: {error.strerror}") from error
@@ -146,8 +149,11 @@ class OpenEnvServer:
                 if _PORT_TAKEN in self._printed.decode(errors="replace").lower():
                     kind = PortTaken
                 raise kind(f"the server of {self._settings['package']} ended: {last}")
-            if time.monotonic() > deadline or (is_tried and self._process is None):
+            if self._process is None and (is_tried or time.monotonic() > deadline):
                 raise OpenEnvRefused(f"no server answers at {self.url}")
+            if time.monotonic() > deadline:
+                package = self._settings["package"]
+                raise OpenEnvRefused(f"the server of {package} does not answer after {_START_S:g} s")
             await asyncio.sleep(_ROOM_S)
 
     async def is_healthy(self) -> bool:
@@ -199,6 +205,11 @@ class OpenEnvServer:
             self._reading.join(_LOOK_S)
         lines = self._printed.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode if self._process else None}"
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process once its parent ends."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def find_port() -> int:
@@ -472,12 +483,14 @@ async def play(settings: dict[str, Any]) -> None:
     """Play all that there is to play."""
     server = OpenEnvServer(settings)
     try:
-        await server.start()
-    except ServerKilled:
-        server.give_up()
-    form = choose_form(settings, await server.ask_schema())
-    await OpenEnvPlayer(settings, server, form).play_all()
-    await server.close()
+        try:
+            await server.start()
+        except ServerKilled:
+            server.give_up()
+        form = choose_form(settings, await server.ask_schema())
+        await OpenEnvPlayer(settings, server, form).play_all()
+    finally:
+        await server.close()
 
 
 def main() -> None:

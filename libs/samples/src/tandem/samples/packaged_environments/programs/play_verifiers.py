@@ -25,6 +25,8 @@ nor the configuration names one."""
 _WATCH_S = 0.5
 """Seconds between two looks at tool servers that all episodes share."""
 _HOSTED = "pinference.ai"
+_UNREACHED = ("APIConnectionError", "APITimeoutError")
+"""Errors of the client of judges that say nothing of where it has asked."""
 _POLICY = "policy"
 """Model of a judge that is the policy itself, where no ``base_url`` is set."""
 
@@ -199,11 +201,12 @@ class VerifiersPlayer:
         vf = self._vf
         try:
             data = self._task_class.data_type().model_validate(order["problem"]["metadata"]["task"])
-            task = self._task_class(data, self._name_judges(order))
+            config = self._name_judges(order)
+            task = self._task_class(data, config)
             # The address has the secret of the episode; no key is needed.
             client = vf.EvalClientConfig(base_url=order["base_url"], api_key_var="TANDEM_NO_KEY")
             episode = await self._env.run_episode(task, vf.ModelContext(model=order["model"], client=client))
-            reward = self._describe_reward(episode)
+            reward = self._describe_reward(episode, config)
         except Exception as error:  # the package is anyone's
             await self._post(order, "error", f"{type(error).__name__}: {error}")
             return
@@ -219,12 +222,23 @@ class VerifiersPlayer:
                 judge.base_url, judge.api_key_var = order["judge_base_url"], "TANDEM_NO_KEY"
         return config
 
-    def _describe_reward(self, episode: Any) -> dict[str, Any] | str:
-        """Return the reward of the policy's part, or why there is none."""
+    def _describe_judges(self, error: Any, config: Any) -> str:
+        """Return where the judges are, for an error of scoring that is one of a connection; else nothing."""
+        from verifiers.v1.configs.judge import JudgeConfig
+
+        if error.type != "TaskError" or not any(name in error.message for name in _UNREACHED):
+            return ""
+        places = dict.fromkeys(judge.base_url for _, judge in _walk(config, JudgeConfig, ""))
+        return f" (judge: {' or '.join(places)})" if places else ""
+
+    def _describe_reward(self, episode: Any, judges: Any) -> dict[str, Any] | str:
+        """Return the reward of the policy's part, or why there is none; `judges` are the settings with judges."""
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             last = errors[-1] if errors else None
-            return "the episode failed" if last is None else f"{last.type}: {last.message}"
+            if last is None:
+                return "the episode failed"
+            return f"{last.type}: {last.message}" + self._describe_judges(last, judges)
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         if len(trained) != 1:
             return f"the episode has {len(trained)} runs of the policy to train on, where one has a reward"
