@@ -128,6 +128,8 @@ class RayNode:
         if self._init.is_running():
             self._init.kill()
         self._holder.wait(30)
+        assert self._holder.stdout is not None
+        self._holder.stdout.close()
 
     def close(self) -> None:
         """Kill the node and remove its network."""
