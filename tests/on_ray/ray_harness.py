@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ PORT = 6379
 DASHBOARD_PORT = 8265
 START_S = 300.0
 """Longest start of a Ray node, on a machine that is busy."""
+_NUMBERS = itertools.count()
+"""Of nodes, of which those that have ended keep their names until the kernel has cleaned up."""
 _TOKEN = secrets.token_hex(32)
 MEMORY = 80 << 20
 """Bytes of an object store: nothing is put into it."""
@@ -32,8 +35,9 @@ class RayNode:
     def __init__(self, name: str, index: int, bridge: str, folder: Path) -> None:
         self.name = name
         self.address = f"10.98.75.{index}"
-        self._namespace = f"tandem-ray{index}-{os.getpid()}"
-        end = f"tdr{index}-{os.getpid()}"
+        number = next(_NUMBERS)
+        self._namespace = f"tandem-ray{number}-{os.getpid()}"
+        end = f"tdr{number}-{os.getpid()}"
         ip("netns", "add", self._namespace)
         ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
         ip("link", "set", end, "master", bridge, "up")
