@@ -158,8 +158,8 @@ def test_drafts_beside_layers_with_states_are_accepted_where_they_agree(family: 
     assert drafted == accepted >= 29
     with torch.no_grad():
         logits_TV = model(torch.tensor([[*PROMPT, *made.tolist()]])).logits[0, len(PROMPT) - 1 : -1]
-    short_T = logits_TV.amax(dim=-1) - logits_TV.gather(-1, torch.from_numpy(made).long()[:, None])[:, 0]
-    assert short_T.max() < 0.1
+    shortfall_T = logits_TV.amax(dim=-1) - logits_TV.gather(-1, torch.from_numpy(made).long()[:, None])[:, 0]
+    assert shortfall_T.max() < 0.1
 
 
 def test_two_workers_share_the_layers(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ class StoreMirror:
         self._is_closed = False
         self._wanted_at = 0.0
         self._asked_at = 0.0
-        self._said = -1, ""
+        self._last_report = -1, ""
+        """Version that was last asked for, and why."""
         self.trouble = "it has not been read yet"
         """The last reason why a version could not be read."""
         self.num_read = 0
@@ -321,8 +322,8 @@ class StoreMirror:
         if now - max(self._wanted_at, self._asked_at) < _ASK_AFTER_S:
             return
         self._asked_at = now
-        if self._said != (version, self.trouble):
-            self._said = version, self.trouble
+        if self._last_report != (version, self.trouble):
+            self._last_report = version, self.trouble
             self._say(f"refit.store: version {version} is asked for: {self.trouble}")
         for source in self._sources.values():
             if source.version != version:

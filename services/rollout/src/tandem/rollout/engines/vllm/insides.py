@@ -64,7 +64,7 @@ UNDRAWABLE = "tandem_undrawable"
 """Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a vision model."""
 DRAFTS = "tandem_drafts"
 """Key of vLLM's ``additional_config`` with the number of layers of multi-token prediction that refits bring."""
-_NEED_TORCHVISION = (
+_TORCHVISION_MODULES = (
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
     "transformers.models.qwen3_vl.video_processing_qwen3_vl",
 )
@@ -296,7 +296,7 @@ def import_models(module: str) -> ModuleType:
     Models of text import them with the classes that see, such as Qwen3.5's. For CPUs alone torchvision has no build.
     """
     has_torchvision = importlib.util.find_spec("torchvision") is not None
-    with contextlib.nullcontext() if has_torchvision else _absent(_NEED_TORCHVISION):
+    with contextlib.nullcontext() if has_torchvision else _absent(_TORCHVISION_MODULES):
         return importlib.import_module(f"vllm.model_executor.models.{module}")
 
 
