@@ -7,7 +7,6 @@ case, and a judge at an address what the judge does. Listing, playing and scorin
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -25,6 +24,7 @@ from tandem.common.messages import Problem
 from tandem.config import build_config
 from tandem.samples.data_sets import load_problems
 from tandem.samples.packaged_environments.tasks import play_command
+from tests.unit.verifiers_packages import score_reply
 
 vf: Any = pytest.importorskip("verifiers.v1", reason="the package verifiers is not installed")
 pytestmark = pytest.mark.timeout(900)
@@ -356,15 +356,7 @@ def score_with_package(problem: Problem, reply: str, args: dict[str, Any]) -> An
     module = importlib.import_module("oracle_v1")
     config = module.Config.model_validate(args).task
     task = module.Scored(module.Row.model_validate(problem.metadata["task"]), config)
-    messages = [vf.UserMessage(content=problem.question), vf.AssistantMessage(content=reply)]
-    nodes = [
-        vf.MessageNode(message=message, parent=index - 1 if index else None, sampled=bool(index))
-        for index, message in enumerate(messages)
-    ]
-    agent = vf.AgentInfo(config=vf.AgentConfig())
-    trace = vf.Trace(task=vf.TraceTask(type="Scored", data=task.data), nodes=nodes, agent=agent)
-    asyncio.run(task.score(trace))
-    return trace
+    return score_reply(task, problem.question, reply)
 
 
 @pytest.mark.parametrize("name", GROUPS)

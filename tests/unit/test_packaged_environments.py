@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import os
@@ -22,7 +21,7 @@ import yaml
 from agents_harness import assert_probable
 from own_environments import WAIT_S
 from rollout_harness import Rollout
-from verifiers_packages import ENDLESS, JUDGE, LIES, SUMS, TOOLS
+from verifiers_packages import ENDLESS, JUDGE, LIES, SUMS, TOOLS, score_reply
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem, SampleScored
@@ -83,15 +82,7 @@ def score_with_package(problem: Problem, reply: str) -> Any:
     """Return the trace of a conversation of one reply, with the rewards that verifiers' own task gives it."""
     module = importlib.import_module("sums_v1")
     task = module.Sum(module.Data.model_validate(problem.metadata["task"]))
-    messages = [vf.UserMessage(content=problem.question), vf.AssistantMessage(content=reply)]
-    nodes = [
-        vf.MessageNode(message=message, parent=index - 1 if index else None, sampled=bool(index))
-        for index, message in enumerate(messages)
-    ]
-    agent = vf.AgentInfo(config=vf.AgentConfig())
-    trace = vf.Trace(task=vf.TraceTask(type="Sum", data=task.data), nodes=nodes, agent=agent)
-    asyncio.run(task.score(trace))
-    return trace
+    return score_reply(task, problem.question, reply)
 
 
 def reply_of(rollout: Rollout, arrays: SampleBatch) -> str:

@@ -1,5 +1,10 @@
 """Packages of verifiers' environments for tests, as somebody else would write them: files in the working directory."""
 
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
 SUMS = '''
 """A taskset with rewards, a metric, a judge that can be plugged, and tasks for validation."""
 
@@ -199,3 +204,18 @@ class Lies(vf.Taskset[Lie, vf.TasksetConfig]):
         for kind in ("nan", "huge", "text", "raises", "prints", "honest"):
             yield Lie(Data(prompt="0", kind=kind))
 '''
+
+
+def score_reply(task: Any, prompt: str, reply: str) -> Any:
+    """Return the trace of a conversation of one reply, scored by the package alone. Raises its own error."""
+    import verifiers.v1 as vf
+
+    messages = [vf.UserMessage(content=prompt), vf.AssistantMessage(content=reply)]
+    nodes = [
+        vf.MessageNode(message=message, parent=index - 1 if index else None, sampled=bool(index))
+        for index, message in enumerate(messages)
+    ]
+    agent = vf.AgentInfo(config=vf.AgentConfig())
+    trace = vf.Trace(task=vf.TraceTask(type=type(task).__name__, data=task.data), nodes=nodes, agent=agent)
+    asyncio.run(task.score(trace))
+    return trace
