@@ -146,6 +146,28 @@ class StoreRefit:
         return Weights(layout, storages)
 
 
+def linked_folder(store: Path) -> Path:
+    """Make `store` a link to a folder, for `failing`."""
+    contents = store.with_name(f"{store.name}-contents")
+    contents.mkdir()
+    store.symlink_to(contents)
+    return store
+
+
+@contextlib.contextmanager
+def failing(store: Path) -> Iterator[None]:
+    """Have a file in the place of a `linked_folder` fail every call.
+
+    The place is never empty: a writer that finds nothing there makes a folder of its own.
+    """
+    contents, other = store.readlink(), store.with_name(f"{store.name}-other")
+    other.write_text("not a folder")
+    other.replace(store)
+    yield
+    other.symlink_to(contents)
+    other.replace(store)
+
+
 @contextlib.contextmanager
 def through_folder(folder: Path, *arguments: object, **options: object) -> Iterator[StoreRefit]:
     """Yield trainers and engines around a folder."""

@@ -6,7 +6,6 @@ A folder is the store here; what goes wrong in it is done to its files.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from tandem.refit.store.manifest import DamagedObject, VersionManifest, check_ma
 from tandem.refit.store.mirror import StoreMirror
 from tandem.refit.store.objects import ObjectMissing, ObjectStore
 from tandem.refit.store.publisher import StoreAccess, StorePublisher
-from tests.harness.stores import KEY, RUN, StoreRefit, await_fact, through_folder
+from tests.harness.stores import KEY, RUN, StoreRefit, await_fact, failing, linked_folder, through_folder
 
 FLOAT32, BFLOAT16 = make_shape(CONFIG, "float32"), make_shape(CONFIG, "bfloat16")
 FSDP, REPLICATED = DTensor(shard=3), Megatron(tp=2, dp=2)
@@ -45,9 +44,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def refit(tmp_path: Path) -> Iterator[StoreRefit]:
+def store(tmp_path: Path) -> Path:
+    return linked_folder(tmp_path / "store")
+
+
+@pytest.fixture
+def refit(store: Path) -> Iterator[StoreRefit]:
     """Return two trainers and an engine of two workers, which hold version 0."""
-    with through_folder(tmp_path, BFLOAT16, DTensor(shard=2), TP2) as started:
+    with through_folder(store, BFLOAT16, DTensor(shard=2), TP2) as started:
         started.publish(0)
         started.take(0)
         started.await_written()
@@ -154,7 +158,7 @@ def swell(path: Path) -> None:
 @pytest.mark.parametrize("kind", ["parts", "versions"])
 @pytest.mark.parametrize("share", [1.0, 0.03], ids=["whole", "difference"])
 def test_what_is_lost_or_damaged_is_written_again(
-    refit: StoreRefit, tmp_path: Path, harm: Callable[[Path], None], kind: str, share: float
+    refit: StoreRefit, store: Path, harm: Callable[[Path], None], kind: str, share: float
 ) -> None:
     """The engine asks for it by the store, and holds nothing else meanwhile."""
     for mirror in refit.mirrors.values():
@@ -165,7 +169,7 @@ def test_what_is_lost_or_damaged_is_written_again(
     name, made = manifest_of(refit, 1)
     if kind == "parts":
         name = f"{name.rpartition('/versions/')[0]}/parts/{made.parts[0].digest}"
-    harm(tmp_path / name)
+    harm(store / name)
     refit.start_engine("rollout-0")
     refit.take(1, "rollout-0")
     refit.start_engine("rollout-1")
@@ -178,33 +182,25 @@ def test_what_is_lost_or_damaged_is_written_again(
     assert not refit.verdict().differing
 
 
-def test_a_store_that_is_down_is_waited_for(refit: StoreRefit, tmp_path: Path) -> None:
+def test_a_store_that_is_down_is_waited_for(refit: StoreRefit, store: Path) -> None:
     """A file in the folder's place fails every call; trainer and engine go on where they were."""
-    aside = tmp_path.with_name("aside")
-    tmp_path.rename(aside)
-    tmp_path.write_text("not a folder")
-    refit.train(0.03)
-    refit.publish(1)
-    for mirror in refit.mirrors.values():
-        mirror.want(1)
-    await_fact(lambda: len([line for line in refit.said if "tried again" in line]) > 1, lambda: refit.said)
-    assert not any(mirror.is_held(1) for mirror in refit.mirrors.values())
-    tmp_path.unlink()
-    shutil.move(aside, tmp_path)
+    with failing(store):
+        refit.train(0.03)
+        refit.publish(1)
+        for mirror in refit.mirrors.values():
+            mirror.want(1)
+        await_fact(lambda: len([line for line in refit.said if "tried again" in line]) > 1, lambda: refit.said)
+        assert not any(mirror.is_held(1) for mirror in refit.mirrors.values())
     refit.take(1)
     assert not refit.verdict().differing
 
 
-def test_a_version_that_nobody_waited_for_is_left_out(refit: StoreRefit, tmp_path: Path) -> None:
+def test_a_version_that_nobody_waited_for_is_left_out(refit: StoreRefit, store: Path) -> None:
     """The store is slower than the steps: the next version is whole, and there is none between."""
-    aside = tmp_path.with_name("aside")
-    tmp_path.rename(aside)
-    tmp_path.write_text("not a folder")
-    for version in (1, 2, 3):
-        refit.train(0.03)
-        refit.publish(version)
-    tmp_path.unlink()
-    shutil.move(aside, tmp_path)
+    with failing(store):
+        for version in (1, 2, 3):
+            refit.train(0.03)
+            refit.publish(version)
     refit.take(3)
     refit.await_written()
     assert not refit.verdict().differing
@@ -212,24 +208,24 @@ def test_a_version_that_nobody_waited_for_is_left_out(refit: StoreRefit, tmp_pat
     assert versions_of(refit) == [0, 3]
 
 
-def test_an_old_note_or_manifest_is_not_taken_for_a_new_one(refit: StoreRefit, tmp_path: Path) -> None:
+def test_an_old_note_or_manifest_is_not_taken_for_a_new_one(refit: StoreRefit, store: Path) -> None:
     """A store that shows what was there before only delays: the version and its parent are in what is signed."""
     name, _ = manifest_of(refit, 0)
-    old = {path: (tmp_path / path).read_bytes() for path in (name, f"{name.rpartition('/versions/')[0]}/newest")}
+    old = {path: (store / path).read_bytes() for path in (name, f"{name.rpartition('/versions/')[0]}/newest")}
     refit.train(0.03)
     refit.publish(1)
     refit.await_written()
     new_name, _ = manifest_of(refit, 1)
-    new = (tmp_path / new_name).read_bytes()
+    new = (store / new_name).read_bytes()
     refit.mirrors["rollout-0"].close()
     for path, contents in old.items():
-        (tmp_path / path).write_bytes(contents)
-    (tmp_path / new_name).write_bytes(old[name])
+        (store / path).write_bytes(contents)
+    (store / new_name).write_bytes(old[name])
     refit.start_engine("rollout-0")
     mirror = refit.mirrors["rollout-0"]
     mirror.want(1)
     await_fact(lambda: "is torn, or was not written" in mirror.trouble, lambda: mirror.trouble)
-    (tmp_path / new_name).write_bytes(new)
+    (store / new_name).write_bytes(new)
     refit.take(1)
     assert not refit.verdict().differing
 
@@ -285,7 +281,7 @@ def test_a_manifest_that_lies_is_refused_before_anything_is_read(
         check_manifest(lie(made), RUN, made.writer, 0, sizes)
 
 
-def test_a_refused_manifest_changes_no_mirror(refit: StoreRefit, tmp_path: Path) -> None:
+def test_a_refused_manifest_changes_no_mirror(refit: StoreRefit, store: Path) -> None:
     """Signed by the run's key, as by a process that is damaged: positions outside of a chunk are noticed as well."""
     refit.train(0.03)
     refit.publish(1)
@@ -295,7 +291,7 @@ def test_a_refused_manifest_changes_no_mirror(refit: StoreRefit, tmp_path: Path)
     name, made = manifest_of(refit, 1)
     chunk = next(index for index, each in enumerate(made.chunks) if each.num_changed > 1)
     lying = altered(made, chunk, num_changed=made.chunks[chunk].num_changed - 1)
-    (tmp_path / name).write_bytes(seal(KEY, name, lying)[0])
+    (store / name).write_bytes(seal(KEY, name, lying)[0])
     refit.start_engine("rollout-0")
     mirror = refit.mirrors["rollout-0"]
     mirror.want(1)

@@ -12,6 +12,7 @@ from tests.harness.runs.held_runs import ENVIRONMENT, HELD, await_hold, go_on, h
 from tests.harness.runs.hosts_harness import CONFIG, NUM_STEPS, command, on_two_hosts
 from tests.harness.runs.pages_harness import DOCS, quoted
 from tests.harness.runs.running import Command, coordinator, joins, merged, wait_until, write_config
+from tests.harness.stores import failing, linked_folder
 
 other_host = hosts_harness.other_host
 
@@ -101,7 +102,7 @@ def test_engines_come_and_go_by_a_store_that_fails_for_a_while(other_host: tuple
         (tmp_path / name).mkdir()
         (tmp_path / name / "held.py").write_text(HELD)
     alone = undisturbed_run(tmp_path / "alone", config)
-    store, aside = tmp_path / "store", tmp_path / "aside"
+    store = linked_folder(tmp_path / "store")
     rollout = command(other_host, "rollout")
     config = merged(merged(config, stored(store)), {"cluster": {"launch": {"trainers": 1, "refit": True}}})
     hold(17, tmp_path / "elastic")
@@ -112,12 +113,9 @@ def test_engines_come_and_go_by_a_store_that_fails_for_a_while(other_host: tuple
             with Command(*rollout, *address) as second:
                 run.wait_for("rollout-1 joins the run")
                 wait_until(lambda: "rollout-1" in second.output(), second.output)
-                store.rename(aside)
-                store.write_text("not a folder")
-                go_on()
-                wait_until(lambda: log_of("trainer-0").count("tried again") > 2, lambda: log_of("trainer-0"))
-                store.unlink()
-                aside.rename(store)
+                with failing(store):
+                    go_on()
+                    wait_until(lambda: log_of("trainer-0").count("tried again") > 2, lambda: log_of("trainer-0"))
                 run.wait_for("step 6/")
                 first.signal(signal.SIGKILL)
                 run.wait_for("rollout-0 is lost")
