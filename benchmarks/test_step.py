@@ -7,10 +7,13 @@ no KL penalty. With 500 characters, random weights hardly ever end a response ea
 In turns, round after round, with the matrix products that such a step cannot do without (`matrix_products`), alone and
 with all cores: what they take, over what a step takes, is the share of the bound that it reaches. Each prompt counts
 once for all of its samples, and only responses need logits. Where TRL is not installed it is left out.
+
+Then all of it again beside another program, which takes what it can get of a core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -36,8 +39,10 @@ NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 16, 8, 24
 NUM_PROMPT_TOKENS = 13
 """What a sum of four digits has."""
 PRODUCTS = "matrix products"
-AIM = 0.8
-"""Of the bound."""
+AIMS = {"generation": 0.5, "policy_training": 0.7}
+"""Of the bound, by part of a step."""
+TIMES_TRL = {0: 2.0, 1: 1.0}
+"""How many times as fast as TRL a step should be, by how many other programs want a core."""
 
 CONFIG = {
     "grpo": {
@@ -197,10 +202,23 @@ def all_cores() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.timeout(1200)
+@contextlib.contextmanager
+def busy_programs(number: int) -> Iterator[None]:
+    """Have so many other programs compute as fast as they can."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            program = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(program.kill)
+        yield
+
+
+@pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("all_cores")
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # what TRL uses of transformers is about to be renamed
-def test_a_step_beside_trl(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "num_others", [0, pytest.param(1, marks=pytest.mark.long(minutes=8))], ids=["alone", "beside another program"]
+)
+def test_a_step_beside_trl(benchmark: BenchmarkFixture, num_others: int, tmp_path: Path) -> None:
     runs: dict[str, list[Times]] = {"tandem": [], "trl": []}
     alone: dict[str, AlonePart] = {}
 
@@ -221,7 +239,8 @@ def test_a_step_beside_trl(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     has_trl = importlib.util.find_spec("trl") is not None
     last = {"trl": trl} if has_trl else {PRODUCTS: products}
     turns = Turns(last | {"tandem": tandem, PRODUCTS: products})
-    benchmark.pedantic(turns.round, rounds=NUM_ROUNDS)
+    with busy_programs(num_others):
+        benchmark.pedantic(turns.round, rounds=NUM_ROUNDS)
 
     medians = {way: statistics.median(times) for way, times in turns.seconds.items()}
     part_medians = {
@@ -249,9 +268,12 @@ def test_a_step_beside_trl(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     if has_trl:
         ratio = medians["trl"] / medians["tandem"]
         benchmark.extra_info["trl over tandem"] = ratio
-        keep_ratios(benchmark, "times as fast as trl", {"tandem": ratio}, aim=1.0)
+        keep_ratios(benchmark, "times as fast as trl", {"tandem": ratio}, aim=TIMES_TRL[num_others])
         print(f"{ratio:.2f} times as fast as TRL")
     else:
         benchmark.extra_info["left out"] = {"trl": "pip install -e '.[bench]' to compare with TRL"}
-    keep_ratios(benchmark, "share of the bound", reached, aim=AIM)
+    whole = {way: share for way, share in reached.items() if way.endswith("whole step")}
+    keep_ratios(benchmark, "share of the bound", whole)
+    for part, aim in AIMS.items():
+        keep_ratios(benchmark, f"share of the bound, {part}", {"tandem": reached[f"tandem, {part}"]}, aim=aim)
     print(f"of the bound ({capability()}, {torch.get_num_threads()} threads): {reached}")

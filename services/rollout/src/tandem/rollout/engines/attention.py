@@ -199,12 +199,8 @@ def slot_attention(
         if softcap is not None:
             query_RH1D, mask_R111L = query_1HND[0, :, :num].transpose(0, 1)[:, :, None], mask_R11L[:, None]
             attended_RHGD = attend_capped(query_RH1D, keys_RHLD, values_RHLD, mask_R111L, scaling, softcap, s_aux)
-        elif s_aux is None:
-            attended_RHGD = F.scaled_dot_product_attention(
-                query_RHGD, keys_RHLD, values_RHLD, attn_mask=mask_R11L, scale=scaling
-            )
         else:
-            attended_RHGD = _attend_with_sinks(query_RHGD, keys_RHLD, values_RHLD, mask_R11L, scaling, s_aux)
+            attended_RHGD = _attend_newest(query_RHGD, keys_RHLD, values_RHLD, mask_R11L, scaling, s_aux)
         outputs_NHD.append(attended_RHGD.reshape(num, num_heads, -1))
     for prompt in step.prompts:
         tokens = slice(prompt.start, prompt.start + prompt.length)
@@ -243,17 +239,26 @@ def _refuse_unknown(
         raise ModelError(f"{name} passes no arguments on to its attention")
 
 
-def _attend_with_sinks(
+def _attend_newest(
     query_RHGD: torch.Tensor,
     keys_RHLD: torch.Tensor,
     values_RHLD: torch.Tensor,
     mask_R11L: torch.Tensor,
     scaling: float | None,
-    sinks: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from the newest token of each running slot to the tokens before it, and to the sinks of its heads."""
+    """Attend from the newest token of each running slot to the tokens before it, and to the sinks of its heads.
+
+    With a handful of queries a head, torch's fused attention is slower on a CPU than two products and a softmax, twice
+    with two threads (`benchmarks/test_generation.py`). In bfloat16 it rounds less, and on a GPU it is faster.
+    """
+    if sinks is None and (query_RHGD.dtype != torch.float32 or query_RHGD.device.type != "cpu"):
+        return F.scaled_dot_product_attention(query_RHGD, keys_RHLD, values_RHLD, attn_mask=mask_R11L, scale=scaling)
     num_rows, num_heads, num_each, head_dim = query_RHGD.shape
-    scores_RHGL = query_RHGD @ keys_RHLD.transpose(2, 3) * (head_dim**-0.5 if scaling is None else scaling) + mask_R11L
+    scores_RHGL = (query_RHGD * (head_dim**-0.5 if scaling is None else scaling)) @ keys_RHLD.transpose(2, 3)
+    scores_RHGL += mask_R11L
+    if sinks is None:
+        return scores_RHGL.softmax(dim=3) @ values_RHLD
     sinks_RHG1 = sinks.view(num_heads, num_each, 1).to(scores_RHGL.dtype).expand(num_rows, -1, -1, -1)
     weights_RHGL = torch.cat((scores_RHGL, sinks_RHG1), dim=3).softmax(dim=3, dtype=torch.float32)[..., :-1]
     return weights_RHGL.to(values_RHLD.dtype) @ values_RHLD
