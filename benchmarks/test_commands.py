@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from measure import Turns, keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
-from smoke import sized
+from smoke import IS_SMOKE, sized
 
 NUM_ROUNDS = sized(3, 1, long=7)
 ROOT = Path(__file__).parents[1]
@@ -47,9 +47,10 @@ class TypedCommands:
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def prepare(self) -> None:
-        """Train a model for a step, and another for a step of GRPO, to resume."""
-        self._run((*COORDINATOR, "up", SUPERVISED, "sft.max_num_steps=1", *self._settings("sft")), "")
-        self._run((*COORDINATOR, "up", REINFORCED, *self._reinforced()), "")
+        """Train a model for a step, and further for a step of GRPO, to resume that; a smoke test resumes the former."""
+        self._run((*COORDINATOR, "up", *self._supervised()), "")
+        if not IS_SMOKE:
+            self._run((*COORDINATOR, "up", *self._reinforced()), "")
 
     def turn(self, name: str, command: tuple[str, ...]) -> Callable[[], float]:
         """Return a turn of a command, to its end."""
@@ -58,13 +59,18 @@ class TypedCommands:
     def resume(self) -> float:
         """Resume the run for one more step; return the seconds until the line of that step."""
         self._num_steps += 1
-        command = (*COORDINATOR, "up", REINFORCED, "--resume", *self._reinforced())
+        run = self._supervised() if IS_SMOKE else self._reinforced()
+        command = (*COORDINATOR, "up", "--resume", *run)
         return self._measure("resumed to its first step", command, f"step {self._num_steps}/")
+
+    def _supervised(self) -> tuple[str, ...]:
+        return (SUPERVISED, f"sft.max_num_steps={self._num_steps}", *self._settings("sft"))
 
     def _reinforced(self) -> tuple[str, ...]:
         model = self._folder / "sft" / "checkpoints" / "step_1" / "policy"
         steps = f"grpo.max_num_steps={self._num_steps}"
-        return ("prerequisite=null", f"policy.model_name={model}", steps, "grpo.val_period=0", *self._settings("grpo"))
+        overrides = ("prerequisite=null", f"policy.model_name={model}", steps, "grpo.val_period=0")
+        return (REINFORCED, *overrides, *self._settings("grpo"))
 
     def _settings(self, run: str) -> tuple[str, ...]:
         return ("checkpointing.save_period=1", "checkpointing.keep_top_k=null", f"logger.log_dir={self._folder / run}")
