@@ -129,8 +129,8 @@ def _refit_shm() -> str:
     names = {
         "tandem, not verified": "Tandem, not verified",
         "tandem, verified in full beside": "Tandem, the default: verified while engines generate",
-        "tandem, until attested in samples": "Tandem, until verified in samples",
-        "tandem, until attested in full": "Tandem, until verified in full",
+        "tandem, until verified in samples": "Tandem, until verified in samples",
+        "tandem, until verified in full": "Tandem, until verified in full",
         "memcpy": "memcpy inside one process",
         "torch.multiprocessing": "torch.multiprocessing: shared tensors, then copied",
         "gloo broadcast, 64 MB buckets": "gloo broadcast, 64 MB buckets",

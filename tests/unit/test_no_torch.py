@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,24 @@ def test_the_coordinator_forks_before_anything_has_threads() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "1\n"
+
+
+def test_check_imports_the_one_task_and_no_torch() -> None:
+    """Both stages of the first example, with their data sets and their tokenizer."""
+    probe = (
+        "import sys\nfrom tandem.coordinator.cli import main\n"
+        "try: main(['check', 'examples/arithmetic.yaml'])\nexcept SystemExit: pass\n"
+        "unneeded = ('torch', 'datasets', 'pandas', 'pyarrow', 'sympy', 'matplotlib', 'math_verify', 'reasoning_gym',"
+        " 'peft', 'tensorboard', 'uvicorn', 'starlette')\n"
+        "print([module for module in unneeded if module in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert "OK: grpo on " in done.stdout
+    assert done.stdout.endswith("[]\n")

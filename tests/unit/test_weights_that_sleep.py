@@ -11,7 +11,7 @@ from own_environments import Length
 from rollout_harness import WAIT_S, Rollout
 
 from tandem.common.messages import DigestsReported, Refit, ReportDigests
-from tandem.refit.digests import task
+from tandem.refit.digests import kernels
 from tandem.rollout.engines import transformers
 from tandem.rollout.engines.transformers import TransformersEngine
 
@@ -44,7 +44,7 @@ class Sleeper(TransformersEngine):
 @pytest.fixture
 def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout]:
     monkeypatch.setattr(transformers, "TransformersEngine", Sleeper)
-    monkeypatch.setitem(task._BYTES_PER_S, "cpu", 1.0)  # so that it is not begun before the answers are there
+    monkeypatch.setattr(kernels, "cpu_bytes_per_s", lambda: 1.0)  # so that it is not begun before the answers are there
     made = Rollout(tmp_path, f"{Length.__module__}.{Length.__qualname__}", model=MODEL)
     yield made
     made.service.close()

@@ -1,9 +1,10 @@
 """The inner sums of a digest, on the CPU by the fastest exact kernel of the processor, and on a GPU.
 
-On a CPU the sum over columns is a product of two byte matrices: the elements, and the digits of the multipliers
-(`tandem.refit.digests.terms.signed_digits`). 8-bit dot products run it at about half the speed of memory. If torch has
-no exact and fast kernel for it, elements are widened to 64 bits and multiplied as integers. On a GPU a Triton kernel
-does that in one pass over memory. All kernels give the same number.
+On a CPU the sum over columns is taken in C, which the machine's compiler makes 16-bit dot products of
+(`tandem.refit.digests.compiled_sums`). Without a compiler it is a product of two byte matrices: the elements, and the
+digits of the multipliers (`tandem.refit.digests.terms.signed_digits`). If torch has no exact and fast kernel for that,
+elements are widened to 64 bits and multiplied as integers. On a GPU a Triton kernel does that in one pass over memory.
+All kernels give the same number.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import functools
 import importlib.util
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.digests import terms
+from tandem.refit.digests import compiled_sums, terms
 
 _FEW_COLUMNS = 2**8
 """Shorter rows are joined if the dimensions outside them allow it."""
@@ -34,22 +35,22 @@ MAX_COLUMNS = 2**14
 """Elements of a row summed at once: with 4-byte elements, a sum of 2**16 products of two bytes fits 32 bits."""
 
 
-def fastest_exact(of_bytes: Kernel, wide: Kernel) -> Kernel:
-    """Return the faster of two kernels, but the wide one if products of bytes are not added exactly here."""
-    if not is_exact(of_bytes, wide):
-        return wide
+def fastest_exact(kernels: Sequence[Kernel], wide: Kernel) -> Kernel:
+    """Return the fastest of some kernels that are exact on this processor, and of the wide one, which always is."""
     extreme_RC, columns = _extremes()
-    return min((of_bytes, wide), key=lambda kernel: _seconds(kernel, extreme_RC, columns))
+    exact_kernels = [kernel for kernel in kernels if is_exact(kernel, wide)]
+    return min((*exact_kernels, wide), key=lambda kernel: _seconds(kernel, extreme_RC, columns))
 
 
-def is_exact(of_bytes: Kernel, wide: Kernel) -> bool:
-    """Check that products of bytes are added exactly on this processor.
+def is_exact(kernel: Kernel, wide: Kernel) -> bool:
+    """Check that a kernel adds exactly on this processor.
 
     Without 8-bit dot products, pairs of products are added in 16 bits that saturate. Two processes that each chose the
     faster kernel would then disagree about the same weights.
     """
-    extremes = _extremes()
-    return torch.equal(of_bytes(*extremes), wide(*extremes))
+    extreme_RC, columns = _extremes()
+    views = [extreme_RC.view(integers)[:, :MAX_COLUMNS] for integers in _INTEGERS.values()]
+    return all(torch.equal(kernel(words_RC, columns), wide(words_RC, columns)) for words_RC in views)
 
 
 def _extremes() -> tuple[torch.Tensor, tuple[Span, ...]]:
@@ -156,6 +157,19 @@ def _byte_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tenso
     return torch.mv(sums_RJ.long(), powers_J)
 
 
+def _compiled_sums() -> list[Kernel]:
+    """Return the compiled kernel; none if no compiler is here."""
+    sum_rows = compiled_sums.load()
+    if sum_rows is None:
+        return []
+
+    def sum_words(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
+        """Multiply 16-bit words by digits, exactly, in 32 bits."""
+        return sum_rows(words_RC, _word_digits(columns, words_RC.element_size()))
+
+    return [sum_words]
+
+
 def _wide_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
     """Widen to 64 bits and multiply as integers, a few rows at a time so that they stay in the cache."""
     multipliers_C = _products(columns, words_RC.device)
@@ -183,7 +197,21 @@ def _digits(columns: tuple[Span, ...], item_size: int) -> tuple[torch.Tensor, to
     return digits_KJ, 256 ** torch.arange(terms.NUM_DIGITS)
 
 
+@functools.lru_cache(maxsize=64)
+def _word_digits(columns: tuple[Span, ...], item_size: int) -> compiled_sums.WordDigits:
+    """Return the digits of the columns' multipliers for the compiled kernel."""
+    multipliers_C = _products(columns, torch.device("cpu")).contiguous()
+    return compiled_sums.WordDigits(multipliers_C.numpy(), item_size)
+
+
 @functools.cache
 def _cpu_kernel() -> Kernel:
     """Return the fastest kernel that is exact on this processor."""
-    return fastest_exact(_byte_sums, _wide_sums)
+    return fastest_exact([*_compiled_sums(), _byte_sums], _wide_sums)
+
+
+@functools.cache
+def cpu_bytes_per_s() -> float:
+    """Return the rough rate of digests on one core, in bytes a second: that of the chosen kernel."""
+    extreme_RC, columns = _extremes()
+    return extreme_RC.nbytes / _seconds(_cpu_kernel(), extreme_RC, columns)

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from tandem.refit.digests.kernels import Span
 
 _SLAB_BYTES = {"cpu": 2**21, "cuda": 2**26}
-"""Bytes digested at a time: about a millisecond on a CPU; on a GPU a launch that hides the cost of the next."""
+"""Bytes digested at a time: a millisecond at most on a CPU; on a GPU a launch that hides the cost of the next."""
 
-_BYTES_PER_S = {"cpu": 3e9, "cuda": 5e11}
-"""Rough bytes per second of one core, and of a GPU whose launches take longer than its work."""
+_GPU_BYTES_PER_S = 5e11
+"""Rough bytes per second of a GPU, whose launches take longer than its work."""
 
 _ITEM_SIZE_D = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
 
@@ -111,7 +111,9 @@ class DigestTask:
 
     def seconds_for(self, num_bytes: int) -> float:
         """Return the rough time in seconds to digest this many bytes on the device of the weights."""
-        return num_bytes / _BYTES_PER_S[self._device]
+        from tandem.refit.digests import kernels
+
+        return num_bytes / (kernels.cpu_bytes_per_s() if self._device == "cpu" else _GPU_BYTES_PER_S)
 
     def advance(self, seconds: float) -> bool:
         """Work until the time is up and the current slab is finished; return whether everything is.
