@@ -203,7 +203,7 @@ class _Scores(torch.autograd.Function):
             columns = slice(first, min(first + num_columns, ctx.num_tokens))
             weight_CH = weight_VH[columns]
             # Kept ones are changed in place, so that the largest tensor of a step exists only once.
-            exp_KC = exp_KV[:, columns] if exp_KV is not None else _exponentials(ctx, hidden_KH, weight_CH, max_K, first)
+            exp_KC = _exponentials(ctx, hidden_KH, weight_CH, max_K, first) if exp_KV is None else exp_KV[:, columns]
             # The gradient of log p[token] by the logits: one-hot(token) - p.
             if of_entropy_K is None:
                 grad_KC = exp_KC.mul_((spread_K * scale_K)[:, None])
