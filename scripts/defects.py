@@ -39,6 +39,19 @@ class Defect(NamedTuple):
 
 DEFECTS = (
     Defect(
+        "all logits of a row exist at once",
+        "return max(1, num_logits // num_rows)",
+        "return max(1, num_tokens)",
+        "tests/integration/trainer/test_large_tensors.py::test_logits_never_all_exist",
+        "recomputed",
+    ),
+    Defect(
+        "each block of queries keeps a mask of its own",
+        "num_missing : num_missing + seen.stop - seen.start]",
+        "num_missing : num_missing + seen.stop - seen.start].clone()",
+        "tests/unit/test_segments.py::test_a_long_sequence_keeps_no_scores_and_one_mask",
+    ),
+    Defect(
         "the list of members is believed though others may have changed it",
         "if mode & 0o077:",
         "if mode & 0o007:",

@@ -69,6 +69,28 @@ def _training_speed() -> str:
     return table(header, rows, "training_speed")
 
 
+def _long_context() -> str:
+    names = {"dtensor": "DTensor", "megatron": "Megatron-Core", "trl": "TRL 1.16", "hugging face": "plain loop"}
+    rows = []
+    for entry in sorted(_read("long_context")["benchmarks"], key=lambda entry: entry["extra_info"]["tokens"]):
+        noted = entry["extra_info"]
+        plans = noted["the plan's prediction, bytes"]
+        for way, measured in sorted(noted["measured"].items(), key=lambda item: [*names].index(item[0])):
+            peak, tandem = measured["peak bytes"], noted["measured"]["dtensor"]["peak bytes"]
+            plan = f"{plans[way] / 2**20:,.0f}" if way in plans else ""
+            rows.append(
+                [
+                    f"{noted['tokens']:,} tokens, {names[way]}",
+                    f"{peak / 2**20:,.0f}",
+                    plan,
+                    f"{peak / tandem:.1f}",
+                    f"{measured['processor seconds']:.0f}",
+                ]
+            )
+    header = " | peak, MiB | of the plan | times DTensor's peak | processor seconds"
+    return table(header, rows, "long_context")
+
+
 def _step() -> str:
     noted = figures("step")
     seconds, share = noted["median step seconds"], noted["share of the bound, matrix products"]
@@ -315,6 +337,7 @@ def _curve() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "training_speed": _training_speed,
+    "long_context": _long_context,
     "step": _step,
     "packing": _packing,
     "saving": _saving,

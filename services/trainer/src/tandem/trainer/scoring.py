@@ -23,7 +23,15 @@ from tandem.trainer.batching.masks import NEVER, TokenMasks, rule_out
 from tandem.trainer.scores import StudentScores, TokenScores
 
 _LOGITS = 2**26
-"""Logits that may exist at once unless the caller sets a number: 256 MiB of float32."""
+"""Most logits that may exist at once unless the caller sets a number: 256 MiB of float32."""
+
+_FEWEST = 2**23
+"""Logits that may always exist at once on a CPU: 32 MiB of float32. Fewer make its matrix products slower."""
+
+_STATES = 4
+"""On a CPU, logits at once for each number of the hidden states that they are made of. A layer's backward pass has more
+than that beside it.
+"""
 
 _CACHED = 2**17
 """Logits that stay in the cache of a CPU core between operations: 512 KiB of float32."""
@@ -65,7 +73,7 @@ def score_tokens(
     another pass over the probabilities. Tokens that are `undrawable` have probability zero, and so
     have those outside of a target's mask in `masks`.
     """
-    chunk = rows_at_once(weight_VH) if chunk is None else chunk
+    chunk = rows_at_once(len(hidden_KH), weight_VH) if chunk is None else chunk
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk
     token_KN = target_K[:, None]
     if others_KN is not None:
@@ -89,9 +97,18 @@ def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
     return zeros.masked_scatter(is_there.view(*is_there.shape, *[1] * len(rows)), values_K)
 
 
-def rows_at_once(weight_VH: torch.Tensor) -> int:
-    """Return the tokens whose logits may exist at once."""
-    return max(1, _LOGITS // weight_VH.shape[0])
+def rows_at_once(num_tokens: int, weight_VH: torch.Tensor) -> int:
+    """Return the tokens, of this many, whose logits may exist at once.
+
+    Where all of them may, the backward pass need not compute them again. Otherwise fewer cost no time on a CPU, so they
+    take about as much memory as what else a row of this length needs, or `_FEWEST`. On a GPU `_LOGITS` are little, and
+    smaller matrix products slower.
+    """
+    num_rows, num_dimensions = weight_VH.shape
+    num_logits = _LOGITS
+    if num_tokens * num_rows > num_logits and not weight_VH.is_cuda:
+        num_logits = min(num_logits, max(_FEWEST, _STATES * num_tokens * num_dimensions))
+    return max(1, num_logits // num_rows)
 
 
 def columns_at_once(num_logits: int, num_tokens: int) -> int:
@@ -185,15 +202,8 @@ class _Scores(torch.autograd.Function):
         for first in range(0, ctx.num_tokens, num_columns):
             columns = slice(first, min(first + num_columns, ctx.num_tokens))
             weight_CH = weight_VH[columns]
-            if exp_KV is None:
-                logits_KC = logits_of(hidden_KH, weight_CH, ctx.temperature)
-                if ctx.undrawable:
-                    rule_out(logits_KC, ctx.undrawable, ctx.first + first)
-                if ctx.masks is not None:
-                    ctx.masks.rule_out(logits_KC, ctx.first + first)
-                exp_KC = logits_KC.sub_(max_K[:, None]).exp_()
-            else:
-                exp_KC = exp_KV[:, columns]  # changed in place, so that the largest tensor of a step exists only once
+            # Kept ones are changed in place, so that the largest tensor of a step exists only once.
+            exp_KC = _exponentials(ctx, hidden_KH, weight_CH, max_K, first) if exp_KV is None else exp_KV[:, columns]
             # The gradient of log p[token] by the logits: one-hot(token) - p.
             if of_entropy_K is None:
                 grad_KC = exp_KC.mul_((spread_K * scale_K)[:, None])
@@ -211,6 +221,21 @@ class _Scores(torch.autograd.Function):
         if ctx.vocabulary is not None:
             dist.all_reduce(grad_hidden_KH, group=ctx.vocabulary.group)
         return grad_hidden_KH, grad_weight_VH, *[None] * 8
+
+
+def _exponentials(
+    ctx: Any, hidden_KH: torch.Tensor, weight_CH: torch.Tensor, max_K: torch.Tensor, first: int
+) -> torch.Tensor:
+    """Return the exponentials of the logits from row `first` of the weight on, relative to the largest of each token.
+
+    No other name may hold them: the next would be made while they still exist.
+    """
+    logits_KC = logits_of(hidden_KH, weight_CH, ctx.temperature)
+    if ctx.undrawable:
+        rule_out(logits_KC, ctx.undrawable, ctx.first + first)
+    if ctx.masks is not None:
+        ctx.masks.rule_out(logits_KC, ctx.first + first)
+    return logits_KC.sub_(max_K[:, None]).exp_()
 
 
 def _sum_over_ranks(

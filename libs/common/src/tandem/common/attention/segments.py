@@ -21,9 +21,13 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 _BLOCK = 256
 """Queries in a block."""
+
+_KEPT_BLOCKS = 4
+"""Most blocks of a sequence whose scores are kept for the backward pass, where a kernel keeps them."""
 
 
 def attend_on_gpu(
@@ -163,30 +167,55 @@ def _attend_near(
     """Return the same for queries with a window, sinks or a cap; a block reads only the keys that its queries may
     see."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMGD, value_BMGD))
-    is_grouped = query.shape[1] != key.shape[1]
     num_queries, before = query.shape[2], key.shape[2] - query.shape[2]
+    mask_RS = _make_window_mask(min(_BLOCK, num_queries), window, query)
+    attend_block = functools.partial(_attend_block, scale=scale, sinks_H=sinks_H, cap=cap)
+    keeps_scores = sinks_H is not None or cap is not None
+    if keeps_scores and torch.is_grad_enabled() and num_queries > _KEPT_BLOCKS * _BLOCK:
+        attend_block = functools.partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
     parts = []
     for first in range(0, num_queries, _BLOCK):
         last = min(first + _BLOCK, num_queries)
         seen = slice(max(0, before + first - window + 1), before + last)
-        position_R1 = torch.arange(before + first, before + last, device=query.device)[:, None]
-        key_S = torch.arange(seen.start, seen.stop, device=query.device)
-        is_hidden_RS = (key_S > position_R1) | (key_S <= position_R1 - window)
-        mask = query.new_zeros(is_hidden_RS.shape).masked_fill_(is_hidden_RS, -torch.inf)[None, None]
-        keys, values = key[:, :, seen], value[:, :, seen]
-        if cap is not None:
-            parts.append(attend_capped(query[:, :, first:last], keys, values, mask, scale, cap, sinks_H))
-            continue
-        if sinks_H is not None:  # one more key and value of zeros; the mask holds its score
-            sinks_1HR1 = sinks_H.to(query.dtype)[None, :, None, None].expand(-1, -1, last - first, -1)
-            mask = torch.cat((mask.expand(-1, len(sinks_H), -1, -1), sinks_1HR1), dim=3)
-            keys, values = (pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
-        parts.append(
-            scaled_dot_product_attention(
-                query[:, :, first:last], keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped
-            )
-        )
+        num_missing = max(0, window - 1 - before - first)  # keys that a block further on would see before these
+        mask = mask_RS[: last - first, num_missing : num_missing + seen.stop - seen.start]
+        parts.append(attend_block(query[:, :, first:last], key[:, :, seen], value[:, :, seen], mask))
     return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
+
+
+def _make_window_mask(num_queries: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the mask to add to the scores of a block within a sequence, ``[R, window - 1 + R]``.
+
+    The masks of all blocks are views of it, since autograd keeps each of them.
+    """
+    row_R1 = torch.arange(num_queries, device=like.device)[:, None]
+    key_S = torch.arange(window - 1 + num_queries, device=like.device)
+    is_hidden_RS = (key_S >= row_R1 + window) | (key_S < row_R1)
+    return like.new_zeros(is_hidden_RS.shape).masked_fill_(is_hidden_RS, -torch.inf)
+
+
+def _attend_block(
+    query_BHRD: torch.Tensor,
+    key_BGSD: torch.Tensor,
+    value_BGSD: torch.Tensor,
+    mask_RS: torch.Tensor,
+    *,
+    scale: float | None,
+    sinks_H: torch.Tensor | None,
+    cap: float | None,
+) -> torch.Tensor:
+    """Return the attention output of a block, ``[B, H, R, D]``."""
+    if cap is not None:
+        return attend_capped(query_BHRD, key_BGSD, value_BGSD, mask_RS, scale, cap, sinks_H)
+    mask = mask_RS[None, None]
+    if sinks_H is not None:  # one more key and value of zeros; the mask holds its score
+        sinks_1HR1 = sinks_H.to(query_BHRD.dtype)[None, :, None, None].expand(-1, -1, query_BHRD.shape[2], -1)
+        mask = torch.cat((mask.expand(-1, len(sinks_H), -1, -1), sinks_1HR1), dim=3)
+        key_BGSD, value_BGSD = (pad(tensor, (0, 0, 0, 1)) for tensor in (key_BGSD, value_BGSD))
+    is_grouped = query_BHRD.shape[1] != key_BGSD.shape[1]
+    return scaled_dot_product_attention(
+        query_BHRD, key_BGSD, value_BGSD, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+    )
 
 
 def attend_capped(

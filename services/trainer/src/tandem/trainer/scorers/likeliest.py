@@ -101,10 +101,12 @@ def top_tokens(
 
     Each rank of a vocabulary's group finds those of its own rows, and the best of all are the result.
     """
-    chunk = rows_at_once(weight_VH) if chunk is None else chunk
+    chunk = rows_at_once(len(hidden_KH), weight_VH) if chunk is None else chunk
     first, num_tokens = find_rank_tokens(weight_VH, vocabulary)
     parts = []
+    logits_RV = None
     for hidden_RH in torch.split(hidden_KH, chunk):
+        logits_RV = None  # before the next are made
         logits_RV = logits_of(hidden_RH, weight_VH, temperature)
         logits_RV[:, num_tokens:] = NEVER
         if undrawable:
