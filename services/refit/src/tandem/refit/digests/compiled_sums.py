@@ -1,4 +1,4 @@
-"""The inner sums of a digest by `row_sums.c`, compiled by the machine's own compiler, once for each installation.
+"""The inner sums of a digest by `row_sums.c`, compiled once by the machine's own compiler.
 
 A row's elements are read as 16-bit words, and each multiplier as six digits of 8 and 16 bits, so that compilers make
 16-bit dot products of it, which every processor has. Where there is no compiler, `load` returns None, and torch's
