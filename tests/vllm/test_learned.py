@@ -138,7 +138,7 @@ def test_what_is_learned_is_what_the_tables_say(
     tiny_model(architecture, tmp_path / "model")
     with running(tmp_path / "model") as engine:
         (by_table,) = engine.layouts()
-    monkeypatch.setattr(worker, "VLLM", ())
+    monkeypatch.setattr(worker, "VLLM_TABLES", ())
     with running(tmp_path / "model") as engine:
         (learned_layout,) = engine.layouts()
     assert dict(origins(learned_layout)) == dict(origins(by_table))
