@@ -96,7 +96,7 @@ def run_digests(cached: Path, **environment: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     return done.stdout.split()
 
