@@ -66,7 +66,7 @@ def test_check_imports_the_one_task_and_no_torch() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parents[2],
     )
     assert "OK: grpo on " in done.stdout
