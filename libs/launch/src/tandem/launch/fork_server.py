@@ -42,10 +42,13 @@ _BUSY_TIMES = 10
 """How many times as long an import may take on a machine that is busy with much else."""
 _LEAST_WORK_S = 1.0
 """Time in which a process that works gets a hundredth of a second of some processor, however busy all are."""
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
-"""Environment of compute threads: they sleep when idle. Training and generation take turns on the same cores, and
-spinning threads would take those from the one at work. But an operator takes less time than to wake a thread, so they
-spin for half a millisecond first. Read when torch is imported."""
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+"""Environment of compute threads, read when torch is imported: they sleep when idle. Training and generation take turns
+on the same cores, and spinning threads would take those from the one at work.
+
+They spin for some 100 microseconds first, 3,000 times, since an operator takes less than to wake a thread: with none at
+all two threads generate no faster than one. With 20,000 a step gains little, and takes twice as long again as soon as
+another program wants a core: then one spins whose partner has none (`benchmarks/test_step.py` has both)."""
 _WHILE_IMPORTING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment while importing: otherwise a question to torch about GPUs would start using one, and forks could not."""
 _GPU_MEMORY = "/dev/nvidia-uvm"
