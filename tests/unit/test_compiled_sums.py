@@ -27,9 +27,9 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler 
 
 
 def sums_of(words_RC: torch.Tensor, multipliers_C: np.ndarray) -> torch.Tensor:
-    sum_rows = compiled_sums.load()
-    assert sum_rows is not None
-    return sum_rows(words_RC, WordDigits(multipliers_C, words_RC.element_size()))
+    library = compiled_sums.load()
+    assert library is not None
+    return kernels.sum_rows(library, words_RC, WordDigits(multipliers_C, words_RC.element_size()))
 
 
 @settings(max_examples=100, deadline=None)
@@ -121,7 +121,7 @@ def is_right(library: ctypes.CDLL | None) -> bool:
     words_RC = random_tensor((4, 600), torch.int16)
     multipliers_C = np.arange(1, 1201, 2) * 0x123456789ABCD
     expected_R = (words_RC.long() ^ 0x80).sub(0x80) @ torch.from_numpy(multipliers_C)
-    return torch.equal(compiled_sums._sum_rows(library, words_RC, WordDigits(multipliers_C, 2)), expected_R)
+    return torch.equal(kernels.sum_rows(library, words_RC, WordDigits(multipliers_C, 2)), expected_R)
 
 
 def test_it_is_compiled_once(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_it_is_compiled_once(cached: Path, monkeypatch: pytest.MonkeyPatch) -> N
         compiled_sums, "_compile", lambda command, path: [commands.append(command), compile_file(command, path)]
     )
     for _ in range(3):
-        assert is_right(compiled_sums._load_library.__wrapped__())
+        assert is_right(compiled_sums.load.__wrapped__())
     assert len(commands) == 1
     assert len([*cached.rglob("row_sums-*.so")]) == 1
 
@@ -141,16 +141,16 @@ def test_a_library_that_cannot_be_kept_is_of_one_process(
 ) -> None:
     cached.touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert is_right(compiled_sums._load_library.__wrapped__())
+    assert is_right(compiled_sums.load.__wrapped__())
     assert [*tmp_path.iterdir()] == [cached]
 
 
 def test_a_damaged_library_is_not_used(cached: Path) -> None:
-    compiled_sums._load_library.__wrapped__()
+    compiled_sums.load.__wrapped__()
     (library,) = cached.rglob("row_sums-*.so")
     library.unlink()  # the process has it in its memory
     library.write_bytes(b"nothing")
-    assert is_right(compiled_sums._load_library.__wrapped__())
+    assert is_right(compiled_sums.load.__wrapped__())
 
 
 def test_a_compiler_that_fails_leaves_it_to_torch(
@@ -160,5 +160,5 @@ def test_a_compiler_that_fails_leaves_it_to_torch(
     compiler.write_text("#!/bin/sh\necho 'unknown option' >&2\nexit 1\n")
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
-    assert compiled_sums._load_library.__wrapped__() is None
+    assert compiled_sums.load.__wrapped__() is None
     assert not [*cached.rglob("row_sums-*")]

@@ -99,9 +99,10 @@ class WatchedProcesses:
         """Return the processes that ended since the last call, except draining ones."""
         if self._leaving:
             self._end_leaving(time.monotonic())
-        dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
-        for launched in dead:
-            del self._running[launched.name]
+        dead: list[LaunchedProcess] = []
+        for name, launched in [*self._running.items()]:
+            if launched.process.poll() is not None:
+                dead.append(self._running.pop(name))
         return dead
 
     def let_go(self, name: str, grace_s: float) -> None:

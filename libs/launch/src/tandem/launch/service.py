@@ -54,10 +54,11 @@ class ServiceContext:
 
         If the block raises, the name stays, so that the failure report says where it happened.
         """
-        outer = self._phase
-        self._set_phase(name)
+        outer, self._phase = self._phase, name
+        self._link.set_phase(name)
         yield
-        self._set_phase(outer)
+        self._phase = outer
+        self._link.set_phase(outer)
 
     def reply(self, command_id: int, message: messages.Message, arrays: Arrays | None = None) -> None:
         """Reply to a command, in parts or at once, from any thread; the reply is kept for a repeated command."""
@@ -91,7 +92,8 @@ class ServiceContext:
         """
         failed = describe_failure(self.name, command_id, error, aside or self._phase)
         if not aside:
-            self._set_phase("idle")
+            self._phase = "idle"
+            self._link.set_phase("idle")
         self.reply(command_id, failed)
 
     def accept(self, command: messages.Command) -> bool:
@@ -104,10 +106,6 @@ class ServiceContext:
         while len(self._answered) > _REMEMBERED_COMMANDS:
             self._answered.popitem(last=False)
         return True
-
-    def _set_phase(self, name: str) -> None:
-        self._phase = name
-        self._link.set_phase(name)
 
 
 def describe_failure(name: str, command_id: int, error: BaseException, phase: str) -> messages.Failed:

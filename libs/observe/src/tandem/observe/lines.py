@@ -61,13 +61,19 @@ def seconds_left(
     up, counts only while it is the only one. `since_s` is the time since the last step was done. If all steps are being
     repeated, the estimate uses `again`, their earlier records.
     """
-    finished = [record for record in (records or again)[-NUM_RECENT:] if record.step]
-    recent = [record for record in finished if record.step > 1] or finished
-    total_s = sum(record.seconds.get("total", 0.0) for record in recent)
-    if not total_s:
+    first_s = total_s = 0.0
+    num_steps = 0  # after the first
+    for record in (records or again)[-NUM_RECENT:]:
+        if record.step > 1:
+            num_steps += 1
+            total_s += record.seconds.get("total", 0.0)
+        elif record.step == 1:
+            first_s = record.seconds.get("total", 0.0)
+    mean_s = total_s / num_steps if num_steps else first_s
+    if not mean_s:
         return None
     last_done = records[-1].step if records else 0
-    return max(0.0, (last_step - last_done) * total_s / len(recent) - since_s)
+    return max(0.0, (last_step - last_done) * mean_s - since_s)
 
 
 def clock(seconds: float) -> str:

@@ -178,7 +178,7 @@ class SampleFolder:
         self._delete_leftovers({(step, purpose)})
         if purpose == "train":
             self._look_for_logprobs(step)
-        if self._most is not None:
+        if self._most is not None and self._num_bytes > self._most:
             self._delete_oldest(step, self._most)
 
     def put_aside_after(self, step: int, limits: RestoreLimits) -> None:
@@ -235,9 +235,10 @@ class SampleFolder:
         self._awaited[step] = {*self._trainers}
         for awaited_step, trainers in [*self._awaited.items()]:
             if awaited_step > step - _LATEST:
-                sizes = {trainer: _size(self._logprobs_path(awaited_step, trainer)) for trainer in trainers}
-                self._num_bytes += sum(sizes.values())
-                trainers -= {trainer for trainer, size in sizes.items() if size}  # most often none is there yet
+                for trainer in [*trainers]:
+                    if size := _size(self._logprobs_path(awaited_step, trainer)):  # most often none is there yet
+                        self._num_bytes += size
+                        trainers.remove(trainer)
             if awaited_step <= step - _LATEST or not trainers:
                 del self._awaited[awaited_step]
 

@@ -57,9 +57,17 @@ _ROW_GROUP = 128
 def write_shard(path: Path, run_id: str, table: pa.Table) -> int:
     """Write a table as the shard of this path, replacing any existing one; return the number of bytes.
 
-    The file gets its name once it is complete and on disk. Raises `OSError`.
+    The file gets its name once it is complete and on disk. It contains the digest of its own bytes: Parquet's checksums
+    cover only the contents of pages, so that a flipped bit between them would go unnoticed. Raises `OSError`.
     """
-    content = _parquet(table.replace_schema_metadata(_metadata(run_id)))
+    table = table.replace_schema_metadata(_metadata(run_id))
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
+        writer.write_table(table, row_group_size=_ROW_GROUP)
+        writer.add_key_value_metadata({DIGEST: NO_DIGEST})
+    content = bytearray(sink.getvalue())
+    at = content.rindex(NO_DIGEST)
+    content[at : at + len(NO_DIGEST)] = xxh3_64_hexdigest(content).encode()
     temporary = temporary_path(path)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -71,21 +79,6 @@ def write_shard(path: Path, run_id: str, table: pa.Table) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     return len(content)
-
-
-def _parquet(table: pa.Table) -> bytearray:
-    """Return a table as a Parquet file that contains the digest of its own bytes.
-
-    Parquet's checksums cover only the contents of pages: a flipped bit between them would go unnoticed.
-    """
-    sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
-        writer.write_table(table, row_group_size=_ROW_GROUP)
-        writer.add_key_value_metadata({DIGEST: NO_DIGEST})
-    content = bytearray(sink.getvalue())
-    at = content.rindex(NO_DIGEST)
-    content[at : at + len(NO_DIGEST)] = xxh3_64_hexdigest(content).encode()
-    return content
 
 
 def write_logprobs(

@@ -61,7 +61,8 @@ def attend(
     source_BW = None if row is None else row.source_BW
     is_packed = row is not None and source_BW is None
     if source_BW is not None:
-        query_BHTD, key_BHTD, value_BHTD = (_spread(each, source_BW) for each in (query_BHTD, key_BHTD, value_BHTD))
+        query_BHTD, key_BHTD = _spread(query_BHTD, source_BW), _spread(key_BHTD, source_BW)
+        value_BHTD = _spread(value_BHTD, source_BW)
     is_plain = window is None and sinks_H is None and cap is None and chunk_size is None
     if is_plain and not is_packed:
         attended_BTHD, _ = sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)

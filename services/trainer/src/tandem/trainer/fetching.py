@@ -183,7 +183,7 @@ class SampleFetcher:
                 self._kept += inquiry.answers
         if missing:
             return None, missing
-        places = [self._places[key] for key in keys.values()]
+        places = [*map(self._places.__getitem__, keys.values())]
         samples = join_samples(table.take(rows), self._kept or [self._format.nothing()], places)
         if differing := _differing_prompts(samples):
             return None, {keys[int(rows[place])][0]: reason for place, reason in differing.items()}

@@ -105,15 +105,17 @@ def attend(
     if query_LHD.is_cuda:  # the remaining kernels need as many key heads as query heads, or build all scores
         num_each = query_LHD.shape[1] // key_MGD.shape[1]
         key_MGD, value_MGD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
-    mask_RS = _make_mask(segments, query_LHD)
+    mask_RS: torch.Tensor | None = None
     parts, query, key = [], 0, 0
     for (num_queries, num_keys), run in itertools.groupby(segments):
         size = len(list(run))
         queries, keys = slice(query, query + size * num_queries), slice(key, key + size * num_keys)
         query, key = queries.stop, keys.stop
-        query_BLHD, key_BMGD, value_BMGD = (
-            tensor.view(size, -1, *tensor.shape[1:]) for tensor in (query_LHD[queries], key_MGD[keys], value_MGD[keys])
-        )
+        query_BLHD = query_LHD[queries].view(size, -1, *query_LHD.shape[1:])
+        key_BMGD = key_MGD[keys].view(size, -1, *key_MGD.shape[1:])
+        value_BMGD = value_MGD[keys].view(size, -1, *value_MGD.shape[1:])
+        if mask_RS is None and num_keys > num_queries:
+            mask_RS = _make_mask(segments, query_LHD)
         if sinks_H is None and cap is None and (window is None or window >= num_keys):
             parts.append(_attend_equal(query_BLHD, key_BMGD, value_BMGD, mask_RS, scale))
         else:
@@ -129,7 +131,7 @@ def _attend_equal(
     scale: float | None,
 ) -> torch.Tensor:
     """Return the attention output of segments of one size, one block of queries at a time."""
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMGD, value_BMGD))
+    query, key, value = query_BLHD.transpose(1, 2), key_BMGD.transpose(1, 2), value_BMGD.transpose(1, 2)
     is_grouped = query.shape[1] != key.shape[1]
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries == num_keys:
@@ -245,15 +247,12 @@ def attend_capped(
     return attended_BGERD.flatten(1, 2)
 
 
-def _make_mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor | None:
+def _make_mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor:
     """Return the mask to add to the scores of the largest block: minus infinity above the diagonal that ends at the
     last.
 
-    None where no segment has more keys than queries.
+    Some segment has more keys than queries.
     """
-    longer = [num_keys for num_queries, num_keys in segments if num_keys > num_queries]
-    if not longer:
-        return None
-    num_keys = max(longer)
+    num_keys = max(num_keys for num_queries, num_keys in segments if num_keys > num_queries)
     num_queries = min(_BLOCK, num_keys)
     return like.new_full((num_queries, num_keys), -torch.inf).triu(1 + num_keys - num_queries)

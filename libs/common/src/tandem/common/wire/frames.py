@@ -110,7 +110,14 @@ class MessageCodec(Generic[Incoming]):
 
     def decode(self, frames: Sequence[bytes | memoryview]) -> ReceivedMessage[Incoming]:
         """Return a message and its arrays. Raises `WireError` for anything that is not a message of this link."""
-        _check_sizes(frames)
+        if not frames:
+            raise WireError("empty message")
+        if len(frames) > 2 + _MOST_ARRAYS:
+            raise WireError(f"{len(frames)} frames, but a message has at most {_MOST_ARRAYS} arrays")
+        limits = ("header", _MOST_HEADER_BYTES), ("list of arrays", _MOST_MANIFEST_BYTES)
+        for frame, (name, max_bytes) in zip(frames, limits, strict=False):  # before any is read
+            if len(frame) > max_bytes:
+                raise WireError(f"a {name} of {len(frame)} bytes, but the limit is {max_bytes}")
         try:
             message = self._decoder.decode(frames[0])
         except UNDECODABLE as error:
@@ -121,23 +128,12 @@ class MessageCodec(Generic[Incoming]):
             raise WireError(f"not a message of this link: its list of arrays: {error}") from error
         if len(headers) != max(0, len(frames) - 2):
             raise WireError(f"{len(headers)} arrays announced, {max(0, len(frames) - 2)} came")
-        arrays = {h.name: _decode_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
-        if len(arrays) != len(headers):
-            raise WireError("two arrays of the same name")
+        arrays: dict[str, NDArray[Any]] = {}
+        for header, frame in zip(headers, frames[2:], strict=True):
+            if header.name in arrays:
+                raise WireError("two arrays of the same name")
+            arrays[header.name] = _decode_array(header, frame)
         return ReceivedMessage(message, arrays)
-
-
-def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
-    """Raise `WireError` for frames of impossible number or size, before any is read."""
-    if not frames:
-        raise WireError("empty message")
-    if len(frames) > 2 + _MOST_ARRAYS:
-        raise WireError(f"{len(frames)} frames, but a message has at most {_MOST_ARRAYS} arrays")
-    for name, frame, max_bytes in zip(
-        ("header", "list of arrays"), frames, (_MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES), strict=False
-    ):
-        if len(frame) > max_bytes:
-            raise WireError(f"a {name} of {len(frame)} bytes, but the limit is {max_bytes}")
 
 
 def _describe_undecodable(frame: bytes | memoryview, error: Exception) -> WireError:

@@ -161,7 +161,10 @@ def _has_all(table: CurvesTable, history: Sequence[StepRecord]) -> bool:
 
 
 def _values(record: StepRecord) -> dict[str, float]:
-    return {**record.metrics, **{SECONDS + phase: seconds for phase, seconds in record.seconds.items()}}
+    values = dict(record.metrics)
+    for phase, seconds in record.seconds.items():
+        values[SECONDS + phase] = seconds
+    return values
 
 
 def _row(record: StepRecord, values: Mapping[str, float], names: Sequence[str]) -> bytes:

@@ -270,9 +270,8 @@ def sample_metrics(config: Config, columns: SampleColumns, samples: Sequence[Sam
             "reward_max": float(counted.max()),
             "accuracy": float(columns.is_correct_S[counted_S].mean()),
         }
-        rewarded = [sample for sample in samples if not sample.dropped]
-        if any(map(_COMPONENTS, rewarded)) or any(map(_SPENT, rewarded)):
-            metrics |= name_metrics(rewarded)
+        if any(map(_COMPONENTS, samples)) or any(map(_SPENT, samples)):
+            metrics |= name_metrics([sample for sample in samples if not sample.dropped])
     share_without_spread = float((most_G - least_G <= ROUNDING * size_G).mean())
     if samples[0].role_rewards:
         share_without_spread = len(rows_of_equal_rewards(config.rollout_section, samples)) / len(samples)

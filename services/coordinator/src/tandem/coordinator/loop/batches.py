@@ -39,7 +39,7 @@ class StepBatches:
         """Data-parallel rank of each trainer that holds the policy, by its index."""
         self._config = config
         self._algorithm = algorithm
-        self._shares_prompts = False
+        self._sharding = BatchSharding.of(config, shares_prompts=False)
         self._listeners = dict(sources)
         """Address of each rollout's samples."""
 
@@ -49,7 +49,7 @@ class StepBatches:
             case EngineBuilt(samples_at=listener):
                 self._listeners[process] = listener
             case TrainerBuilt(shares_prompts=shares_prompts) if _index_of(process) < len(self._ranks):
-                self._shares_prompts = shares_prompts
+                self._sharding = BatchSharding.of(self._config, shares_prompts=shares_prompts)
             case TrainerBuilt():  # it does not hold the policy
                 pass
 
@@ -60,7 +60,7 @@ class StepBatches:
         """
         batch, metrics = self._algorithm.batch(action.step, action.purpose, records)
         parts = self._algorithm.validation_parts if action.purpose == "validate" else {}
-        batch = BatchSharding.of(self._config, shares_prompts=self._shares_prompts).shard(batch, [*parts.values()])
+        batch = self._sharding.shard(batch, [*parts.values()])
         sources = {rollout: self._listeners[rollout] for rollout in batch.sources}
         table = {name: array for name, array in batch.columns.items() if is_of_table(name)}
         tokens = shards_of(batch, self._config.data_parallel_size) if "token_ids_T" in batch.columns else []

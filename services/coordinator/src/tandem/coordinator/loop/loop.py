@@ -68,22 +68,18 @@ class PendingInterrupts:
 
     @property
     def are_there(self) -> bool:
-        """Whether a request is pending."""
-        self._look_at_signals()
-        return bool(self._pending)
+        """Whether a request is pending, or a signal that may be one."""
+        return bool(self._signals or self._pending)
 
     def take(self) -> str | None:
         """Take one request and return its reason; return None if there is none."""
-        self._look_at_signals()
-        return self._pending.popleft() if self._pending else None
-
-    def _look_at_signals(self) -> None:
         while self._signals:
             number, at = self._signals.popleft()
             # `timeout` and systemd ask twice at once; only the user's second Ctrl-C means it.
             if number == signal.SIGINT or at - self._heard_at > ASKED_ONCE_S:
                 self._pending.append(_HEARD)
             self._heard_at = at
+        return self._pending.popleft() if self._pending else None
 
 
 _NOT_BACK = "it has not come back after the coordinator was lost"
@@ -451,11 +447,13 @@ class CoordinatorLoop:
         self._step_metrics = self._begin_metrics()
         # Only now may engines drop the samples of this step, and of those before.
         for process, commands in self._generated.items():
-            command_ids = tuple(command_id for command_id, step in commands.items() if step <= action.step)
-            for command_id in command_ids:
-                del commands[command_id]
-            if command_ids:
+            finished: list[int] = []
+            for command_id, step in [*commands.items()]:
+                if step <= action.step:
+                    del commands[command_id]
+                    finished.append(command_id)
+            if finished:
                 release = messages.ReleaseSamples(
-                    command_ids=command_ids, **self.scheduler.tables.requests.notice(_RELEASE_S)
+                    command_ids=tuple(finished), **self.scheduler.tables.requests.notice(_RELEASE_S)
                 )
                 self._registry.send(process, encode(release))

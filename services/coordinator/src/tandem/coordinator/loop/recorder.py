@@ -116,17 +116,22 @@ class StepMetrics:
         if training is not None:
             spent = self._training_seconds
             logprobs = spent.get("logprobs", 0.0) + spent.get("reference_logprobs", 0.0)
-            of_others = {phase: spent[name] for name, phase in _OF_OTHERS.items() if name in spent}
-            seconds |= {"get_logprobs": logprobs, **of_others}
-            seconds["policy_training"] = training - logprobs - sum(of_others.values())
+            seconds["get_logprobs"], policy_s = logprobs, training - logprobs
+            for name, phase in _OF_OTHERS.items():
+                if name in spent:
+                    seconds[phase] = spent[name]
+                    policy_s -= spent[name]
+            seconds["policy_training"] = policy_s
         if self._num_generated_tokens:
             self.metrics["tokens_per_s"] = self._num_generated_tokens / seconds["total"]
             if seconds.get("generation") and not self._is_asynchronous:  # else it is the trainers' wait for it
                 self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / seconds["generation"]
         else:
             self._memory.pop("generation_trainer", None)  # no process waits for generation
-        self.metrics |= {name: sum(values) / len(values) for name, values in self._gpus.items()}
-        self.metrics |= {f"memory_{name}_gb": num_bytes / 1e9 for name, num_bytes in self._memory.items()}
+        for name, values in self._gpus.items():
+            self.metrics[name] = sum(values) / len(values)
+        for name, num_bytes in self._memory.items():
+            self.metrics[f"memory_{name}_gb"] = num_bytes / 1e9
         self.metrics |= self._of_ranks()
         return seconds
 

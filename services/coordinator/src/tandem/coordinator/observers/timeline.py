@@ -126,7 +126,9 @@ class TimelineWriter(ReportingObserver):
             self._add(request, request.activity, request.start, now)
             return
         # A rank reports its compute time; before that, it was fetching the samples of its shard.
-        training = sum(seconds for name, seconds in reply.seconds.items() if name.endswith("_training"))
+        training = 0.0
+        for name, seconds in reply.seconds.items():
+            training += seconds if name.endswith("_training") else 0.0
         scoring = sum(reply.seconds.values()) - training
         scored, began = max(request.start, now - training), max(request.start, now - training - scoring)
         if began - request.start > _LEAST_S:
@@ -168,8 +170,10 @@ class TimelineWriter(ReportingObserver):
         """Write a step that took `total_s`, and all spans that ended meanwhile."""
         self._end_phase(now)
         end, start = now + self._unix, now + self._unix - total_s
-        before = [span for span in self._spans if span.end <= start]
-        rows = [StepSpans(step=step, start=start, end=end, spans=[each for each in self._spans if each.end > start])]
+        before, within = list[TimelineSpan](), list[TimelineSpan]()
+        for span in self._spans:
+            (within if span.end > start else before).append(span)
+        rows = [StepSpans(step=step, start=start, end=end, spans=within)]
         if before:  # setup is part of no step
             began = min(span.start for span in before)
             rows.insert(0, StepSpans(step=step - 1, start=began, end=start, spans=before))

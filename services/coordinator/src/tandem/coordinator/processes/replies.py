@@ -30,6 +30,8 @@ from tandem.observe.exporters.nvml import MEASURED
 from tandem.refit import layout, program
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
+_DIGEST_BYTES = 8
+"""Bytes of the digest of a tensor."""
 SHOWN = 100
 """Most characters of a value that an error shows."""
 
@@ -70,8 +72,8 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
 class KnownState(msgspec.Struct):
     """The state of a process as its requests and replies tell it."""
 
-    num_tensors: tuple[int, ...] = ()
-    """Numbers of tensors in the layouts of its shards."""
+    digest_sizes: tuple[int, ...] = ()
+    """Bytes of the digests of its shards, for each as its layout has tensors."""
     versions: list[int] = []
     """Versions that it was given and may still answer with, in ascending order."""
     version: int = 0
@@ -200,7 +202,7 @@ def check_refitted(request: UnansweredRequest, reply: messages.Refitted) -> None
     """`version` is that of the command. `num_bytes` are of links with this process at one end."""
     require_same(request, reply, "version")
     for link in reply.num_bytes:
-        ends = [process_of(end) for end in link.split(">")]
+        ends = [*map(process_of, link.split(">"))]
         require(len(ends) == 2 and request.name in ends, "num_bytes", link, f"a link of {request.name}")
     if request.name in request.command.only or not request.command.only:
         request.state.version = reply.version
@@ -297,7 +299,7 @@ def check_weights_copied(request: UnansweredRequest, reply: messages.WeightsCopi
 def check_trainer_built(request: UnansweredRequest, reply: messages.TrainerBuilt) -> None:
     """`version` is that of the command, and `layout` can be read."""
     require_same(request, reply, "version")
-    request.state.num_tensors = (_num_tensors_of("layout", reply.layout),)
+    request.state.digest_sizes = (_digest_size_of("layout", reply.layout),)
 
 
 def check_engine_built(request: UnansweredRequest, reply: messages.EngineBuilt) -> None:
@@ -311,15 +313,15 @@ def check_engine_built(request: UnansweredRequest, reply: messages.EngineBuilt) 
         external_requests,
         "http://HOST:PORT",
     )
-    request.state.num_tensors = tuple(_num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+    request.state.digest_sizes = tuple(_digest_size_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
 def check_program_installed(request: UnansweredRequest, reply: messages.ProgramInstalled) -> None:
     """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
     command: messages.InstallProgram = request.command
     received = map(program.num_received, command.programs)
-    numbers = zip(request.state.num_tensors, received, strict=False)
-    request.state.num_tensors = tuple(current if num is None else num for current, num in numbers)
+    sizes = zip(request.state.digest_sizes, received, strict=False)
+    request.state.digest_sizes = tuple(size if num is None else _DIGEST_BYTES * num for size, num in sizes)
 
 
 def check_transfer_group_connected(request: UnansweredRequest, reply: messages.TransferGroupConnected) -> None:
@@ -346,10 +348,10 @@ def check_transfers_planned(request: UnansweredRequest, reply: messages.Transfer
         require_among("num_bytes", link.split(">"), parts)
 
 
-def _num_tensors_of(field: str, encoded: bytes) -> int:
-    """Return the number of tensors in a layout. Raise `WireError` if it cannot be read."""
+def _digest_size_of(field: str, encoded: bytes) -> int:
+    """Return the bytes of the digests of a layout's tensors. Raise `WireError` if it cannot be read."""
     try:
-        return layout.num_tensors(encoded)
+        return _DIGEST_BYTES * layout.num_tensors(encoded)
     except RefitError as error:
         raise WireError(f"{field}: {error}") from error
 
@@ -389,8 +391,7 @@ def check_branches(limits: SampleLimits, row: int, sample: messages.SampleScored
 
 def check_digests(request: UnansweredRequest, digests: tuple[bytes, ...]) -> None:
     """Compare the sizes of digests with those of their layouts."""
-    sizes = tuple(map(len, digests))
-    expected = tuple(8 * num for num in request.state.num_tensors)
+    sizes, expected = tuple(map(len, digests)), request.state.digest_sizes
     if sizes != expected:
         requirement = f"{_some(expected)}: 8 for each tensor of a part's layout"
         require(False, "digests", f"{_some(sizes)} bytes", requirement)
@@ -513,16 +514,17 @@ class Replies:
             case messages.Refit() if name in command.only or not command.only:
                 if command.version not in state.versions[-1:]:
                     # Versions with which it can answer nothing any more are dropped: a run may have millions.
-                    oldest_versions = (each.oldest_version for each in self._requests.values() if each.name == name)
-                    del state.versions[: bisect.bisect_left(state.versions, min([state.version, *oldest_versions]))]
+                    oldest_version = state.version
+                    for request in self._requests.values():
+                        if request.name == name:
+                            oldest_version = min(oldest_version, request.oldest_version)
+                    del state.versions[: bisect.bisect_left(state.versions, oldest_version)]
                     bisect.insort(state.versions, command.version)
             case messages.Generate() | messages.ReportDigests():  # the requests that this cancels are never answered
                 oldest = command.cancel_before if isinstance(command, messages.Generate) else command.command_id
-                self._requests = {
-                    i: request
-                    for i, request in self._requests.items()
-                    if request.name != name or type(request.command) is not type(command) or i >= oldest
-                }
+                for i, request in [*self._requests.items()]:
+                    if request.name == name and type(request.command) is type(command) and i < oldest:
+                        del self._requests[i]
             case _:
                 pass
         self._requests[command.command_id] = UnansweredRequest(

@@ -142,7 +142,8 @@ class RolloutRecording:
         """
         if self._is_on and rollouts:
             until = self._requests.now + self._allowed_s
-            self.waiting |= {RolloutPart(step, purpose, rollout): until for rollout in sorted(rollouts)}
+            for rollout in sorted(rollouts):
+                self.waiting[RolloutPart(step, purpose, rollout)] = until
             self._num_left[step, purpose] = len(rollouts)
             self._num_bytes[step, purpose], self._rollouts[step, purpose] = 0, []
             self._changed()

@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,27 +57,13 @@ class WordDigits:
         """The number of words of a row, the address of their digits, and what flipped bits add to a row's sum."""
 
 
-def load() -> Callable[[torch.Tensor, WordDigits], torch.Tensor] | None:
-    """Return the compiled sums over columns; None if no compiler is here, or it does not compile them.
-
-    They take words_RC, signed integers of 1, 2 or 4 bytes with unit stride within a row, and the digits of the columns'
-    multipliers, and return an int64 sum of each row, modulo 2**64.
-    """
-    library = _load_library()
-    return None if library is None else functools.partial(_sum_rows, library)
-
-
-def _sum_rows(library: ctypes.CDLL, words_RC: torch.Tensor, digits: WordDigits) -> torch.Tensor:
-    num_rows, item_size = words_RC.shape[0], words_RC.element_size()
-    sums_R = torch.empty(num_rows, dtype=torch.int64)
-    sum_rows = library.sum_rows_of_bytes if item_size == 1 else library.sum_rows_of_halves
-    sum_rows(words_RC.data_ptr(), words_RC.stride(0) * item_size, num_rows, *digits.arguments, sums_R.data_ptr())
-    return sums_R
-
-
 @functools.cache
-def _load_library() -> ctypes.CDLL | None:
-    """Return the library, compiled if no earlier process has done it."""
+def load() -> ctypes.CDLL | None:
+    """Return the library, compiled if no earlier process has done it; None if no compiler is here, or it fails.
+
+    `sum_rows_of_bytes` and `sum_rows_of_halves` add up rows of signed integers of 1, or of 2 or 4 bytes, times the
+    columns' multipliers, to an int64 sum of each row, modulo 2**64.
+    """
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         return None

@@ -9,6 +9,7 @@ All kernels give the same number.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import math
@@ -159,15 +160,24 @@ def _byte_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tenso
 
 def _compiled_sums() -> list[Kernel]:
     """Return the compiled kernel; none if no compiler is here."""
-    sum_rows = compiled_sums.load()
-    if sum_rows is None:
+    library = compiled_sums.load()
+    if library is None:
         return []
 
     def sum_words(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
         """Multiply 16-bit words by digits, exactly, in 32 bits."""
-        return sum_rows(words_RC, _word_digits(columns, words_RC.element_size()))
+        return sum_rows(library, words_RC, _word_digits(columns, words_RC.element_size()))
 
     return [sum_words]
+
+
+def sum_rows(library: ctypes.CDLL, words_RC: torch.Tensor, digits: compiled_sums.WordDigits) -> torch.Tensor:
+    """Return the sums of `compiled_sums.load`, of rows with unit stride within each."""
+    num_rows, item_size = words_RC.shape[0], words_RC.element_size()
+    sums_R = torch.empty(num_rows, dtype=torch.int64)
+    add_up = library.sum_rows_of_bytes if item_size == 1 else library.sum_rows_of_halves
+    add_up(words_RC.data_ptr(), words_RC.stride(0) * item_size, num_rows, *digits.arguments, sums_R.data_ptr())
+    return sums_R
 
 
 def _wide_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:

@@ -33,7 +33,8 @@ class _Allowance:
     def of(self, period: float, name: str) -> Self:
         """Return the allowance, renewed if this is a later period."""
         if period > self._period:
-            self.end()
+            if self._num_left_out:
+                self.end()
             self._period, self._name, self._left = period, name, MOST
         return self
 

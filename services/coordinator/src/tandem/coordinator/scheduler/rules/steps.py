@@ -105,21 +105,17 @@ def take_prompts(tables: SchedulerTables, drawn: PromptsDrawn) -> None:
     """Add the groups that were drawn, which wait for an engine."""
     groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
     engines = tables.engines
-    tables.assignment.add(groups, engines.staying() or [*engines])
+    tables.assignment.add(groups, (engines.draining and engines.staying()) or [*engines])
 
 
 def take_results(tables: SchedulerTables, process: str, finished: SamplesFinished) -> list[Action]:
     """Take finished samples. Regenerate groups made with weights too old for their step."""
-    news = tables.groups.take_results(process, finished)
-    for group, num_samples in news:
+    old: list[SampleGroup] = []
+    for group, num_samples in tables.groups.take_results(process, finished):
         tables.assignment.finished(process, group, num_samples)
-    old = [
-        group
-        for group, _ in news
-        if group.state is GroupState.READY
-        and group.purpose == "train"
-        and group.oldest_version < tables.oldest_version(group.step)
-    ]
+        is_ready = group.state is GroupState.READY and group.purpose == "train"
+        if is_ready and group.oldest_version < tables.oldest_version(group.step):
+            old.append(group)
     return regeneration.drop_too_old(tables, old) if old else []
 
 
@@ -287,7 +283,11 @@ def validate(tables: SchedulerTables) -> list[Action] | None:
     if tables.is_refitting:
         return None
     if progress.state is StepState.TRAINED:
-        if not _is_validation_due(tables):
+        every, step = tables.spec.validate_every, tables.step
+        is_periodic = every > 0 and step >= tables.spec.validate_from
+        is_due = step == 0 or (is_periodic and (step % every == 0 or tables.is_last))
+        is_due |= tables.spec.validate_at_end and tables.is_last
+        if not is_due or tables.steps.is_interrupted:
             progress.state = StepState.VALIDATED
             return []
         progress.state = StepState.VALIDATING
@@ -296,14 +296,6 @@ def validate(tables: SchedulerTables) -> list[Action] | None:
             return [DispatchBatch(step=tables.step, purpose="validate", commands=commands)]
         return draw_groups(tables, "validate", progress.number, tables.spec.num_validation_groups)
     return _end_validation(tables)
-
-
-def _is_validation_due(tables: SchedulerTables) -> bool:
-    every, step = tables.spec.validate_every, tables.step
-    is_periodic = every > 0 and step >= tables.spec.validate_from
-    is_due = step == 0 or (is_periodic and (step % every == 0 or tables.is_last))
-    is_due |= tables.spec.validate_at_end and tables.is_last
-    return is_due and not tables.steps.is_interrupted
 
 
 def commit(tables: SchedulerTables) -> list[Action] | None:
