@@ -47,7 +47,7 @@ from tandem.common.messages import (
 from tandem.common.wire import Frames, MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
-from tandem.coordinator.loop.batches import StepBatches
+from tandem.coordinator.loop.loop import StepBatches
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.coordinator.scheduler.events import (

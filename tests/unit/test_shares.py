@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import WireError
 from tandem.config import build_config
-from tandem.coordinator.loop.batches import shards_of
+from tandem.coordinator.loop.loop import shards_of
 from tandem.samples.batch import TABLE, TOKENS, SampleBatch, build_given_table
 from tandem.samples.batch_sharding import BatchSharding, batches_of_samples, data_parallel_ranks
 

@@ -97,8 +97,11 @@ def curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
 def shares(seconds: Mapping[str, float]) -> str:
     """Describe how a step's time was spent, the largest share first."""
     total = seconds.get("total", 0.0)
-    parts = sorted(((s, name) for name, s in seconds.items() if name != "total" and total and s / total > 0.005))
-    return " ".join(f"{name} {s / total:.0%}" for s, name in reversed(parts)) or "no time at all"
+    parts: list[str] = []
+    for phase_s, name in sorted(zip(seconds.values(), seconds, strict=True), reverse=True):
+        if name != "total" and total and phase_s / total > 0.005:
+            parts.append(f"{name} {phase_s / total:.0%}")
+    return " ".join(parts) or "no time at all"
 
 
 _COLUMNS = {

@@ -134,7 +134,17 @@ class SampleBatch:
         if len(lengths_S) and lengths_S.min() < 1:
             at = int(lengths_S.argmin())
             raise WireError(f"lengths_S: {lengths_S[at]} for sequence {at}, must be at least 1")
-        _check_sizes(frames)
+        sizes = {"S": len(lengths_S)}
+        for axis, name in LENGTHS.items():
+            if name in frames:
+                if len(frames[name]) and frames[name].min() < 0:
+                    raise WireError(f"{name}: {frames[name].min()}, must be at least 0")
+                sizes[axis] = int(frames[name].sum(dtype=np.int64))
+        for name in frames:
+            axis = name.rpartition("_")[2][0]
+            if len(frames[name]) != sizes[axis]:
+                of = f"the {sizes['S']} sequences" if axis == "S" else f"{LENGTHS[axis]}, which add up to {sizes[axis]}"
+                raise WireError(f"{name}: {len(frames[name])} numbers, does not fit {of}")
         return cls(**frames).attach_sources(sources)
 
     @staticmethod
@@ -353,20 +363,6 @@ def _check_declared(frames: Mapping[str, NDArray[Any]], names: Sequence[str], co
             raise WireError(f"{name}: is {array.dtype} {array.shape}, must be {dtype} of {of}")
         if array.dtype == np.bool_ and (array.view(np.uint8) > 1).any():
             raise WireError(f"{name}: holds bytes that are no booleans")
-
-
-def _check_sizes(frames: Mapping[str, NDArray[Any]]) -> None:
-    sizes = {"S": len(frames["lengths_S"])}
-    for axis, name in LENGTHS.items():
-        if name in frames:
-            if len(frames[name]) and frames[name].min() < 0:
-                raise WireError(f"{name}: {frames[name].min()}, must be at least 0")
-            sizes[axis] = int(frames[name].sum(dtype=np.int64))
-    for name in frames:
-        axis = name.rpartition("_")[2][0]
-        if len(frames[name]) != sizes[axis]:
-            of = f"the {sizes['S']} sequences" if axis == "S" else f"{LENGTHS[axis]}, which add up to {sizes[axis]}"
-            raise WireError(f"{name}: {len(frames[name])} numbers, does not fit {of}")
 
 
 def build_given_table(batch: SampleBatch) -> SampleBatch:

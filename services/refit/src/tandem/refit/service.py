@@ -112,7 +112,10 @@ class RefitService:
         missing = sorted(self._sources.keys() - digests.keys())
         if missing:
             raise RefitError(f"no digests came from {', '.join(missing)}, which has sent the weights")
-        sources = {member: digests[member] for member in self._sources}
+        sources: dict[str, Digests] = {}
+        held_by_sources: dict[str, Held] = {}
+        for member, source in self._sources.items():
+            sources[member], held_by_sources[member] = digests[member], (source, digests[member])
         # Samples of two versions cover different elements, and always differ.
         if self._verify == "full" and command.version != self.version:
             if command.has_update and comparison.is_unchanged(self._source_digests, sources):
@@ -125,7 +128,7 @@ class RefitService:
         for shard, destination in self._destinations.items():
             if shard in digests:
                 engines.setdefault(worker_shards.process_of(shard), {})[shard] = destination, digests[shard]
-        return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
+        return comparison.compare(held_by_sources, engines)
 
 
 def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:

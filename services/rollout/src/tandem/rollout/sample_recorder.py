@@ -295,11 +295,10 @@ class SampleRecorder:
         tables = [read_unfinished(path, self._context.run_id) for path in of_rollout]
         if shard.exists():  # the command has come before
             tables.append(recorded_shards.read_shard(shard, self._context.run_id))
-        advantages = {
-            (group.command_id, group.group, sample): advantage
-            for group in command.groups
-            for sample, advantage in enumerate(group.advantages)
-        }
+        advantages: dict[tuple[int, int, int], float | None] = {}
+        for group in command.groups:
+            for sample, advantage in enumerate(group.advantages):
+                advantages[group.command_id, group.group, sample] = advantage
         table = _select_rows(tables, advantages)
         num_bytes = write_shard(shard, self._context.run_id, table)
         for path in of_rollout:

@@ -26,8 +26,7 @@ from tandem.config import Config, config_to_json, dump_yaml, make_plain
 from tandem.config.models.families import is_text_only
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.batches import StepBatches
-from tandem.coordinator.loop.loop import CoordinatorLoop, PendingInterrupts, RunParts
+from tandem.coordinator.loop.loop import CoordinatorLoop, PendingInterrupts, RunParts, StepBatches
 from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec

@@ -88,7 +88,10 @@ def share_prompts(
     last_B = np.where(valid_BT.any(axis=1), width - 1 - valid_BT[:, ::-1].argmax(axis=1), 0)
     position_W = np.arange(max(1, int(last_B.max())))
     is_used_BW = position_W < last_B[:, None]
-    owner_B = _owners(prompt_B, last_B > 0)
+    first_of_prompt = dict[int, int]()  # of samples with valid tokens
+    for row in np.flatnonzero(last_B).tolist():
+        first_of_prompt.setdefault(int(prompt_B[row]), row)
+    owner_B = np.array([*map(first_of_prompt.get, prompt_B.tolist(), range(num_samples))], dtype=np.int64)
     is_prompt_BW = position_W < prompt_lengths_B[:, None]
     is_own_BW = is_used_BW & (~is_prompt_BW | (owner_B == np.arange(num_samples))[:, None])
 
@@ -111,15 +114,6 @@ def share_prompts(
             np.pad(taken_N // len(position_W) * width + position_N, padding, constant_values=-1), device
         ),
     )
-
-
-def _owners(prompt_B: NDArray[np.int64], counts_B: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return for each sample the first one of the same prompt with valid tokens; itself if there is none."""
-    prompts = prompt_B.tolist()
-    owners = dict[int, int]()
-    for row in np.flatnonzero(counts_B).tolist():
-        owners.setdefault(prompts[row], row)
-    return np.array([*map(owners.get, prompts, range(len(prompts)))], dtype=np.int64)
 
 
 def pack(lengths: Sequence[int], capacity: int, algorithm: PackingAlgorithm) -> list[list[int]]:

@@ -47,10 +47,6 @@ class GroupAssignment(Protocol):
         """Assign as many waiting groups as can be generated now, and return them."""
         ...
 
-    def finished(self, engine: str, group: SampleGroup, num_samples: int) -> None:
-        """Note that an engine has finished this number of samples of a group."""
-        ...
-
     def withdraw(self, engine: str) -> None:
         """Note that an engine has nothing left to generate, and starts afresh when it can generate again."""
         ...
@@ -108,9 +104,6 @@ class PinnedAssignment:
                 if not self._waiting[engine]:
                     del self._waiting[engine]
         return assigned
-
-    def finished(self, engine: str, group: SampleGroup, num_samples: int) -> None:
-        """Do nothing: finished samples make no room for other groups."""
 
     def withdraw(self, engine: str) -> None:
         """Do nothing: only the waiting groups of an engine are known here."""

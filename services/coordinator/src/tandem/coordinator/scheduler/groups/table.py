@@ -190,11 +190,11 @@ class GroupTable:
         if of_step is None:
             return []
         first = len(of_step.groups)
-        groups = [SampleGroup(step, purpose, first + i, size) for i, size in enumerate(sizes)]
-        of_step.groups += groups
+        for number, size in enumerate(sizes, first):
+            of_step.groups.append(SampleGroup(step, purpose, number, size))
         if of_step.is_ready:  # no group was drawn
             self._changed_ready()
-        return groups
+        return of_step.groups[first:]
 
     def assign(self, groups: Iterable[SampleGroup], engine: str, request: int) -> None:
         """Note that an engine was asked for groups that have waited, all of one step."""

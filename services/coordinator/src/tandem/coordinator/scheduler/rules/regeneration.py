@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tandem.common.messages import Failed, Purpose
 from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, TellUser
-from tandem.coordinator.scheduler.groups.assignment import Assigned
+from tandem.coordinator.scheduler.groups.assignment import Assigned, BalancedAssignment
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
 from tandem.coordinator.scheduler.requests import GENERATION
 from tandem.coordinator.scheduler.tables import SchedulerTables
@@ -117,6 +117,7 @@ def stop(tables: SchedulerTables, engine: str) -> Action:
 
 def _take_back(tables: SchedulerTables, restored: Sequence[SampleGroup]) -> list[Action]:
     """Let groups wait again that were restored, or were to be."""
-    for group in restored:
-        tables.assignment.finished(str(group.engine), group, len(group.unfinished))
+    if isinstance(tables.assignment, BalancedAssignment):
+        for group in restored:
+            tables.assignment.finished(str(group.engine), group, len(group.unfinished))
     return put_back(tables, restored)

@@ -18,6 +18,7 @@ from tandem.coordinator.scheduler.events import (
     StepValidated,
     TellUser,
 )
+from tandem.coordinator.scheduler.groups.assignment import BalancedAssignment
 from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup, StepGroups
 from tandem.coordinator.scheduler.requests import GENERATION, RunPhase
 from tandem.coordinator.scheduler.rules import losing, regeneration
@@ -112,7 +113,8 @@ def take_results(tables: SchedulerTables, process: str, finished: SamplesFinishe
     """Take finished samples. Regenerate groups made with weights too old for their step."""
     old: list[SampleGroup] = []
     for group, num_samples in tables.groups.take_results(process, finished):
-        tables.assignment.finished(process, group, num_samples)
+        if isinstance(tables.assignment, BalancedAssignment):
+            tables.assignment.finished(process, group, num_samples)
         is_ready = group.state is GroupState.READY and group.purpose == "train"
         if is_ready and group.oldest_version < tables.oldest_version(group.step):
             old.append(group)

@@ -335,9 +335,10 @@ class WorkerPool:
 
     def _end_the_slow(self) -> None:
         now = time.monotonic()
-        if any(worker.forked is None and now >= worker.due(0.0, 0.0) for worker in self._workers):
-            self._server.replace_hanging(_FORK_S)  # workers notice that theirs is gone
-            return
+        for worker in self._workers:
+            if worker.forked is None and now >= worker.due(0.0, 0.0):
+                self._server.replace_hanging(_FORK_S)  # workers notice that theirs is gone
+                return
         for worker in [*self._workers]:
             worker.look(now, self._timeout_s)
             if now >= worker.due(self._build_s, self._timeout_s):
