@@ -453,10 +453,11 @@ class CoordinatorLoop:
         step, purpose = action.step, action.purpose
         longest = self._algorithm.sampling(purpose).max_new_tokens
         groups = self._algorithm.prompt_groups(step, purpose, action.groups)
-        sizes = tuple(
-            events.GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups
-        )
-        self._handle(events.PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
+        sizes: list[events.GroupSize] = []
+        for group in groups:
+            num_tokens = len(group.prompt_ids) + longest
+            sizes.append(events.GroupSize(num_samples=len(group.seeds), num_tokens=num_tokens))
+        self._handle(events.PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=tuple(sizes)))
 
     def _send(self, process: str, command: messages.AnyCommand, arrays: Arrays | None) -> None:
         if isinstance(command, messages.RestoreSamples) or (

@@ -251,10 +251,10 @@ class ResultRecorder:
             of_group.append(advantages.get((record.rollout, record.command_id, scored.group, scored.sample)))
         of_step = self._to_log[step, purpose] = {}
         for rollout, groups in by_rollout.items():
-            of_step[rollout] = tuple(
-                messages.RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
-                for (command_id, group), of_group in groups.items()
-            )
+            recorded: list[messages.RecordedGroup] = []
+            for (command_id, number), of_group in groups.items():
+                recorded.append(messages.RecordedGroup(command_id=command_id, group=number, advantages=tuple(of_group)))
+            of_step[rollout] = tuple(recorded)
 
     def record_command(self, action: events.DispatchRecord) -> messages.RecordSamples:
         """Return the request to log a step's samples of one rollout."""

@@ -49,7 +49,10 @@ class DigestVerdict(msgspec.Struct, frozen=True):
     @property
     def differing(self) -> dict[str, str]:
         """Tensors that differ, as text, by engine."""
-        return {difference.engine: str(difference) for difference in self.differences}
+        texts: dict[str, str] = {}
+        for difference in self.differences:
+            texts[difference.engine] = str(difference)
+        return texts
 
 
 def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held]]) -> DigestVerdict:

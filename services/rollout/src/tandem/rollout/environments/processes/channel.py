@@ -63,12 +63,8 @@ class CallOutcome(msgspec.Struct, frozen=True):
 
 
 def packed(message: Any) -> bytes:
-    """Return a message as bytes with their length in front."""
-    return framed(_encoder.encode(message))
-
-
-def framed(body: bytes) -> bytes:
-    """Return bytes with their length in front."""
+    """Return a message as bytes with their length in front; a `msgspec.Raw` is encoded already."""
+    body = _encoder.encode(message)
     return len(body).to_bytes(_LENGTH, "little") + body
 
 

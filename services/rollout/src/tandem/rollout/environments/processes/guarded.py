@@ -23,7 +23,7 @@ from tandem.common.process_lifetime import (
 )
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
-from tandem.rollout.environments.processes.channel import ClassImported, MessageReader, framed
+from tandem.rollout.environments.processes.channel import ClassImported, MessageReader, packed
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0
@@ -100,7 +100,7 @@ class WorkerForkServer:
         self._process = GuardedProcess(f"{__package__}.fork_server")
         self._commands, self._lifeline = self._process.commands, self._process.lifeline
         with contextlib.suppress(ConnectionError):  # if it ended at once, that is noticed when it is waited for
-            self._commands.sendall(framed(config_to_json(self._config)))
+            self._commands.sendall(packed(msgspec.Raw(config_to_json(self._config))))
             if self._watches:
                 self._lifeline.sendall(WATCH)
 
