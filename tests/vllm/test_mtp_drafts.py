@@ -22,12 +22,23 @@ from tandem.trainer.backends.mtp import MtpLayers, attach_layers
 from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import add_mtp_layers, make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
-from tests.vllm.vllm_harness import drafts_parameters, greedy, num_steps, refit, running, tiny_model, train
+from tests.vllm.vllm_harness import (
+    drafts_parameters,
+    greedy,
+    measure_drafter,
+    num_steps,
+    plan_drafter,
+    refit,
+    running,
+    tiny_model,
+    train,
+)
 
 FAMILIES = ("glm4_moe", "deepseek_v3")
 IN_BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 PROMPT = (2, 7, 1, 8)
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
+TWO = {"tensor_parallel_size": 2}
 CACHE = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, "speculative_config": SPECULATION}
 
 
@@ -40,12 +51,12 @@ def _first_engine(tmp_path_factory: pytest.TempPathFactory) -> None:
         pass
 
 
-def make_policy(family: str, folder: Path) -> Any:
-    """Write a random model with one such layer; return it as a trainer has it."""
-    tiny_model(family, folder).save_pretrained(folder)
-    add_mtp_layers(folder)
-    model = tiny_model(family, folder.with_name("again"))
-    attach_layers(model, str(folder), MtpConfig(num_layers=1), torch.float32)
+def make_policy(family: str, folder: Path, num_layers: int = 1, **changes: Any) -> Any:
+    """Write a random model with such layers; return it as a trainer has it."""
+    tiny_model(family, folder, **changes).save_pretrained(folder)
+    add_mtp_layers(folder, num_layers)
+    model = tiny_model(family, folder.with_name("again"), **changes)
+    attach_layers(model, str(folder), MtpConfig(num_layers=num_layers), torch.float32)
     return model
 
 
@@ -165,13 +176,31 @@ def test_drafts_beside_layers_with_states_are_accepted_where_they_agree(family: 
 def test_two_workers_share_the_layers(tmp_path: Path) -> None:
     model = make_policy("glm4_moe", tmp_path / "policy")
     make_agree(model, seed=0)
-    with drafting(tmp_path / "policy", {"tensor_parallel_size": 2}) as engine:
+    with drafting(tmp_path / "policy", TWO) as engine:
         refit(engine, model, 0)
         made = run_all(engine, [request(0, PROMPT, temperature=0.0, max_new_tokens=40)])
         assert made[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
         assert engine.drafts is not None
         drafted, accepted = engine.drafts.take()
         assert drafted == accepted >= 29
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("glm4_moe", {}), ("glm4_moe", TWO), ("deepseek_v3", TWO | {"expert_parallel_size": 2}), ("qwen3_next", {})],
+    ids=str,
+)
+def test_their_memory_is_planned(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    precision = "bfloat16" if family in IN_BFLOAT16 else "float32"
+    # Experts of a multiple of 32 rows on each worker: vLLM pads others for CPUs.
+    make_policy(family, tmp_path / "policy", moe_intermediate_size=64)
+    planned = plan_drafter(tmp_path / "policy", SPECULATION, precision=precision, **sizes)
+    with drafting(tmp_path / "policy", {"precision": precision, **sizes}) as engine:
+        measured = measure_drafter(engine)
+    assert {weights for weights, _ in measured} == {planned.weights}
+    if family == "glm4_moe":  # Transformers' older releases, which vLLM takes, cannot be asked for others without it
+        assert planned.cache is not None
+        assert sum(cache for _, cache in measured) == planned.cache.num_bytes
 
 
 def test_a_folder_without_layers_is_refused(tmp_path: Path) -> None:

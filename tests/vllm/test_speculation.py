@@ -25,7 +25,17 @@ from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
-from tests.vllm.vllm_harness import drafts_parameters, greedy, num_steps, refit, running, tiny_model, train
+from tests.vllm.vllm_harness import (
+    drafts_parameters,
+    greedy,
+    measure_drafter,
+    num_steps,
+    plan_drafter,
+    refit,
+    running,
+    tiny_model,
+    train,
+)
 
 PROMPT = (2, 7, 1, 8)
 REPEATING = (2, 7, 1, 8, 2, 7, 1, 8, 2, 7)
@@ -262,12 +272,18 @@ def test_eagle3_drafts_from_hidden_states_before_and_after_a_refit(tmp_path: Pat
             assert torch.equal(held["model.embed_tokens.weight"][:rows], model.model.embed_tokens.weight), "shared"
             assert torch.equal(held["model.fc.weight"], load_file(tmp_path / "draft/model.safetensors")["fc.weight"])
             train(model, seed=1)
+        (measured,) = measure_drafter(engine)
+    planned = plan_drafter(tmp_path / "policy", speculation)
+    padding = (64 - model.config.vocab_size) * model.config.hidden_size * 4  # of the output layer
+    assert planned.cache is not None
+    assert measured == (planned.weights + padding, planned.cache.num_bytes)
 
 
 def test_two_workers_share_the_draft_as_they_share_the_policy(tmp_path: Path) -> None:
     model = tiny_model("qwen3", tmp_path / "policy")
     draft_of(model, tmp_path / "draft", noise=0.01)
     speculation = by_model(tmp_path / "draft")
+    planned = plan_drafter(tmp_path / "policy", speculation, tensor_parallel_size=2)
     with running(tmp_path / "policy", {"tensor_parallel_size": 2}, speculative_config=speculation) as engine:
         refit(engine, model, 0)
         asked = [request(0, PROMPT, temperature=0.0, max_new_tokens=40), request(1, PROMPT, max_new_tokens=40)]
@@ -275,6 +291,8 @@ def test_two_workers_share_the_draft_as_they_share_the_policy(tmp_path: Path) ->
         assert made[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
         expected = reference_logprobs(model, PROMPT, made[1].token_ids_T)
         assert np.abs(made[1].logprobs_T - expected).max() < 1e-4
+        assert planned.cache is not None
+        assert measure_drafter(engine) == [(planned.weights, planned.cache.num_bytes / 2)] * 2
 
 
 def test_grpo_learns_with_drafts() -> None:

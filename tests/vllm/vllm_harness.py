@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from engine_harness import make_model, make_programs, shared_layout
 
+from tandem.config import load_config
 from tandem.config.schema.generation import VllmCfg
+from tandem.coordinator.forecast.drafters import DrafterForecast, forecast_drafter
+from tandem.coordinator.forecast.sides import model_shape
 from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
+from tests.harness.runs.running import write_config
 
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "head_dim": 32},
@@ -90,6 +94,7 @@ LEARNED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT,
 }
 """The same of families without a table of their parameters, whose layouts are learned from vLLM's loader."""
+_ABSORBED = ("W_UK_T", "W_UV")
 _NEEDED = CHANGES | FAMILIES | LEARNED
 
 
@@ -184,3 +189,39 @@ def drafts_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
         lambda worker: {n: p.detach().clone() for n, p in worker.model_runner.drafter.model.named_parameters()}
     )
     return dict(found)
+
+
+def plan_drafter(folder: Path, speculation: Mapping[str, Any], **vllm_cfg: Any) -> DrafterForecast:
+    """Return what `coordinator plan` says of a drafter, for sequences of up to 128 tokens in the vLLM of `running`."""
+    settings = {"precision": "float32", "max_model_len": 128, **vllm_cfg}
+    generation = {"backend": "vllm", "vllm_cfg": settings, "vllm_kwargs": {"speculative_config": dict(speculation)}}
+    lengths = {"max_total_sequence_length": 128, "sequence_packing": {"enabled": False}}
+    over = {"policy": {"new_model": None, "model_name": str(folder), **lengths, "generation": generation}}
+    config = load_config(write_config(over), to_run=False)
+    model = model_shape(config)
+    assert not isinstance(model, str)
+    drafter = forecast_drafter(config, model)
+    assert drafter is not None
+    return drafter
+
+
+def measure_drafter(engine: VllmEngine) -> list[tuple[int, int]]:
+    """Return, for each worker, the bytes of weights that only drafts use, and of what they keep of 128 tokens.
+
+    What latent attention multiplies of its weights beforehand is left out, as it is of the policy.
+    """
+    measured: list[tuple[int, int]] = engine._llm.engine.collective_rpc(_measure_drafter)
+    return measured
+
+
+def _measure_drafter(worker: Any) -> tuple[int, int]:
+    runner = worker.model_runner
+    shared = {parameter.data_ptr() for parameter in runner.get_model().parameters()}
+    alone = [
+        parameter
+        for name, parameter in runner.drafter.model.named_parameters()
+        if parameter.data_ptr() not in shared and not name.endswith(_ABSORBED)
+    ]
+    specs = runner.get_kv_cache_spec()
+    caches = [specs[name] for name in runner.drafter._draft_attn_layer_names]
+    return sum(each.nbytes for each in alone), sum(each.page_size_bytes * 128 // each.block_size for each in caches)
