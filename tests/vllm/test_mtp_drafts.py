@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,24 +80,31 @@ def make_agree(model: Any, seed: int) -> None:
 def write(model: Any, folder: Path) -> Path:
     """Write what a trainer has as a checkpoint."""
     mtp: MtpLayers = model.mtp
-    tensors = {name.removeprefix("mtp.layers.0."): each for name, each in model.state_dict().items() if "mtp." in name}
+    state = model.state_dict()
     del model.mtp
     model.save_pretrained(folder)
     model.mtp = mtp
-    whole = {**load_file(folder / "model.safetensors"), **mtp.describe(model, 0, tensors)}
+    whole = load_file(folder / "model.safetensors")
+    for number in range(len(mtp.layers)):
+        prefix = f"mtp.layers.{number}."
+        tensors = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
+        whole |= mtp.describe(model, number, tensors)
     save_file({name: each.contiguous() for name, each in whole.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_bytes((folder.with_name("policy") / "config.json").read_bytes())
     return folder
 
 
 @contextlib.contextmanager
-def drafting(folder: Path, settings: dict[str, Any] | None = None, *, num_layers: int = 1) -> Iterator[VllmEngine]:
+def drafting(
+    folder: Path, settings: dict[str, Any] | None = None, *, num_layers: int = 1, num_tokens: int = 3
+) -> Iterator[VllmEngine]:
     """Start vLLM with layers that refits bring; with 0, with the whole of a folder's weights."""
     cfg = VllmCfg(**{"precision": "float32", "max_model_len": 128, **(settings or {})})
+    extra = {**CACHE, "speculative_config": {**SPECULATION, "num_speculative_tokens": num_tokens}}
     if num_layers:
-        engine: VllmEngine = DraftingVllmEngine(folder, cfg, extra=CACHE, num_layers=num_layers)
+        engine: VllmEngine = DraftingVllmEngine(folder, cfg, extra=extra, num_layers=num_layers)
     else:
-        engine = VllmEngine(folder, cfg, extra=CACHE, with_weights=True)
+        engine = VllmEngine(folder, cfg, extra=extra, with_weights=True)
     try:
         yield engine
     finally:
@@ -183,6 +191,29 @@ def test_two_workers_share_the_layers(tmp_path: Path) -> None:
         assert engine.drafts is not None
         drafted, accepted = engine.drafts.take()
         assert drafted == accepted >= 29
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_two_layers_vllm_has_both_and_drafts_with_the_first(family: str, tmp_path: Path) -> None:
+    """Refits bring both, bit for bit; a second layer that agrees with nothing costs no draft."""
+    before = make_policy(family, tmp_path / "policy", 2)
+    model = copy.deepcopy(before)
+    train(model, seed=0)
+    make_agree(model, seed=0)
+    with drafting(write(model, tmp_path / "version_1"), num_layers=0, num_tokens=4) as engine:
+        expected = drafts_parameters(engine)
+    with drafting(tmp_path / "policy", num_layers=2, num_tokens=4) as engine:
+        refit(engine, before, 0)
+        refit(engine, model, 1)
+        held = drafts_parameters(engine)
+        made = run_all(engine, [request(0, PROMPT, temperature=0.0, max_new_tokens=40)])
+        assert engine.drafts is not None
+        drafted, accepted = engine.drafts.take()
+    assert held.keys() == expected.keys()
+    assert not [name for name, each in expected.items() if not torch.equal(held[name], each)]
+    assert sum(name.endswith(".enorm.weight") for name in held) == 2
+    assert made[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
+    assert drafted == accepted >= 31
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,10 @@ def check_layers_can_draft(config: Config) -> None:
     if num_trained not in (0, num_layers):
         text = f"mtp drafts with {num_layers} layers, but policy.mtp trains {num_trained}: refits would not bring all"
         raise InvalidValue(key, text)
+    num_tokens = policy.generation.vllm_kwargs[vllm_arguments.SPECULATION]["num_speculative_tokens"]
+    if num_tokens > num_layers and num_tokens % num_layers:
+        text = f"{num_tokens} is not a multiple of {num_layers}, the model's {mtp_layers.COUNT}, as vLLM wants of more"
+        raise InvalidValue(f"{key}.num_speculative_tokens", text)
 
 
 def check_vllm_can_be_refitted(config: Config) -> None:
