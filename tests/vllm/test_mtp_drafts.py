@@ -24,7 +24,9 @@ from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import add_mtp_layers, make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import (
+    CHANCE,
     drafts_parameters,
+    find_chance_of_third_token,
     greedy,
     measure_drafter,
     num_steps,
@@ -35,6 +37,7 @@ from tests.vllm.vllm_harness import (
     train,
 )
 
+NUM_SAMPLES = 2048
 FAMILIES = ("glm4_moe", "deepseek_v3")
 IN_BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 PROMPT = (2, 7, 1, 8)
@@ -92,6 +95,13 @@ def write(model: Any, folder: Path) -> Path:
     save_file({name: each.contiguous() for name, each in whole.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_bytes((folder.with_name("policy") / "config.json").read_bytes())
     return folder
+
+
+def without_layers(model: Any) -> Any:
+    """Return a copy of the policy alone."""
+    policy = copy.deepcopy(model)
+    del policy.mtp
+    return policy
 
 
 @contextlib.contextmanager
@@ -162,6 +172,31 @@ def test_tokens_are_those_of_the_model_and_drafts_stay_good(family: str, tmp_pat
         made = run_all(engine, [request(n, each, temperature=0.0, max_new_tokens=40) for n, each in enumerate(prompts)])
         for number, prompt in enumerate(prompts):
             assert made[number].token_ids_T.tolist() == greedy(model, prompt, 40)
+
+
+def test_tokens_have_the_distribution_that_they_have_without_drafts(tmp_path: Path) -> None:
+    """At temperature 1, where about half of what refitted layers draft is accepted; so do their log-probabilities."""
+    model = make_policy("glm4_moe", tmp_path / "policy")
+    make_agree(model, seed=0)
+    with torch.no_grad():  # so that the likeliest token, which is drafted, has about half of the chance
+        model.model.norm.weight.mul_(4.0)
+    samples = [request(number, PROMPT, max_new_tokens=3, seed=number * 7919) for number in range(NUM_SAMPLES)]
+    with drafting(tmp_path / "policy") as engine:
+        refit(engine, model, 0)
+        drafted_responses = run_all(engine, samples)
+        assert engine.drafts is not None
+        drafted, accepted = engine.drafts.take()
+    with running(tmp_path / "policy") as engine:
+        refit(engine, without_layers(model), 0)
+        responses = run_all(engine, samples)
+    assert 0.2 < accepted / drafted < 0.9
+    for made in (drafted_responses, responses):
+        assert find_chance_of_third_token(model, PROMPT, list(made.values()), {}) > CHANCE
+        for number in range(64):
+            expected_T = reference_logprobs(model, PROMPT, made[number].token_ids_T)
+            assert np.abs(made[number].logprobs_T - expected_T).max() < 1e-4
+    different = sum((drafted_responses[n].token_ids_T != responses[n].token_ids_T).any() for n in range(NUM_SAMPLES))
+    assert different > NUM_SAMPLES / 4, "the same seeds draw others with drafts"
 
 
 @pytest.mark.parametrize("family", IN_BFLOAT16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from tests.harness.trainers.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import (
     drafts_parameters,
+    find_chance_of_third_token,
     greedy,
     measure_drafter,
     num_steps,
@@ -112,38 +113,7 @@ def test_tokens_after_drafts_have_the_distribution_of_the_model(changes: dict[st
     num_samples = 1024
     asked = [request(n, REPEATING, max_new_tokens=3, seed=n * 7919, **changes) for n in range(num_samples)]
     made = run_all(drafting.engine, asked)
-    expected_V = third_token(drafting.model, REPEATING, changes) * num_samples
-    observed_V = np.bincount([int(one.token_ids_T[2]) for one in made.values()], minlength=len(expected_V))
-    seen_V = expected_V > 2.0  # others are counted together
-    observed = np.array([*observed_V[seen_V], observed_V[~seen_V].sum()])
-    expected = np.array([*expected_V[seen_V], max(expected_V[~seen_V].sum(), 1.0)])
-    freedom = len(expected) - 1
-    assert ((observed - expected) ** 2 / expected).sum() < freedom + 4 * np.sqrt(2 * freedom)
-
-
-def third_token(model: Any, prompt: tuple[int, ...], changes: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Return its distribution, by all pairs of tokens before it."""
-    first_V = drawn_from(model, torch.tensor([prompt]), changes)[0]
-    size = len(first_V)
-    ones = torch.tensor([[*prompt, token] for token in range(size)])
-    second_VV = drawn_from(model, ones, changes)
-    pairs_VV = first_V[:, None] * second_VV
-    result_V = torch.zeros(size)
-    for token in range(size):
-        twos = torch.cat([ones[token].repeat(size, 1), torch.arange(size)[:, None]], dim=1)
-        result_V += pairs_VV[token] @ drawn_from(model, twos, changes)
-    found: np.ndarray[Any, Any] = result_V.double().numpy()
-    return found
-
-
-def drawn_from(model: Any, ids: torch.Tensor, changes: Mapping[str, Any]) -> torch.Tensor:
-    from tandem.rollout.engines.sampling import restrict
-
-    with torch.no_grad():
-        logits_BV = model(ids).logits[:, -1] / changes.get("temperature", 1.0)
-    num = len(ids)
-    top_k, top_p = torch.tensor([changes.get("top_k", 0)]), torch.tensor([changes.get("top_p", 1.0)])
-    return restrict(logits_BV, top_k.expand(num), top_p.expand(num)).softmax(dim=-1)
+    assert find_chance_of_third_token(drafting.model, REPEATING, list(made.values()), changes) > 1e-3
 
 
 def test_responses_end_within_drafts(drafting: Drafting) -> None:

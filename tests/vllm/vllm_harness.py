@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from tandem.config import load_config
 from tandem.config.schema.generation import VllmCfg
 from tandem.coordinator.forecast.drafters import DrafterForecast, forecast_drafter
 from tandem.coordinator.forecast.sides import model_shape
-from tandem.rollout.engine import SequenceRequest
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
+from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.samples.routed_experts import RoutedExperts
@@ -94,6 +95,8 @@ LEARNED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT,
 }
 """The same of families without a table of their parameters, whose layouts are learned from vLLM's loader."""
+CHANCE = 1e-6
+"""Least chance of tokens as far from their distribution as a test's: of other seeds, one in a million fails."""
 _ABSORBED = ("W_UK_T", "W_UV")
 _NEEDED = CHANGES | FAMILIES | LEARNED
 
@@ -225,3 +228,46 @@ def _measure_drafter(worker: Any) -> tuple[int, int]:
     specs = runner.get_kv_cache_spec()
     caches = [specs[name] for name in runner.drafter._draft_attn_layer_names]
     return sum(each.nbytes for each in alone), sum(each.page_size_bytes * 128 // each.block_size for each in caches)
+
+
+def find_chance_of_third_token(
+    model: Any, prompt: tuple[int, ...], responses: Sequence[EngineCompletion], changes: Mapping[str, Any]
+) -> float:
+    """Return the chance of third tokens as far from the model's distribution as those of responses, by Pearson's test.
+
+    `changes` are the sampling parameters of all. Tokens that are expected twice or less are counted together.
+    """
+    expected_V = find_third_token(model, prompt, changes) * len(responses)
+    tokens_N = torch.tensor([int(response.token_ids_T[2]) for response in responses])
+    counts_V = torch.bincount(tokens_N, minlength=len(expected_V)).double()
+    is_common_V = expected_V > 2.0
+    expected, counts = (
+        torch.cat([each_V[is_common_V], each_V[~is_common_V].sum()[None]]) for each_V in (expected_V, counts_V)
+    )
+    expected[-1].clamp_(min=1.0)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(expected) - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def find_third_token(model: Any, prompt: tuple[int, ...], changes: Mapping[str, Any]) -> torch.Tensor:
+    """Return its distribution, by all pairs of tokens before it."""
+    first_V = find_probabilities(model, torch.tensor([prompt]), changes)[0]
+    size = len(first_V)
+    ones = torch.tensor([[*prompt, token] for token in range(size)])
+    second_VV = find_probabilities(model, ones, changes)
+    pairs_VV = first_V[:, None] * second_VV
+    result_V = torch.zeros(size)
+    for token in range(size):
+        twos = torch.cat([ones[token].repeat(size, 1), torch.arange(size)[:, None]], dim=1)
+        result_V += pairs_VV[token] @ find_probabilities(model, twos, changes)
+    return result_V.double()
+
+
+def find_probabilities(model: Any, ids: torch.Tensor, changes: Mapping[str, Any]) -> torch.Tensor:
+    """Return the distribution of the token after each row of `ids`, as sampling parameters restrict it."""
+    with torch.no_grad():
+        logits_BV = model(ids).logits[:, -1] / changes.get("temperature", 1.0)
+    num = len(ids)
+    top_k, top_p = torch.tensor([changes.get("top_k", 0)]), torch.tensor([changes.get("top_p", 1.0)])
+    return restrict(logits_BV, top_k.expand(num), top_p.expand(num)).softmax(dim=-1)
