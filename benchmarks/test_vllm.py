@@ -99,6 +99,47 @@ if kind == "vllm":
 print(json.dumps({"import": imported - started, "start": ready - imported}))
 """
 
+LOAD = """
+import json, sys, time
+from pathlib import Path
+from tandem.rollout.engines.vllm import insides
+kind, folder, cache_bytes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+insides.prepare_environment(1)
+import vllm.v1.engine.llm_engine
+from vllm.model_executor.model_loader import default_loader
+from tandem.config.schema.generation import VllmCfg
+from tandem.rollout.engines.vllm import learned
+from tandem.rollout.engines.vllm.engine import VllmEngine
+seconds = {"load": 0.0, "probe": 0.0}
+def note(owner, name, part):
+    function = getattr(owner, name)
+    def timed(*args, **kwargs):
+        started = time.process_time()
+        result = function(*args, **kwargs)
+        seconds[part] += time.process_time() - started
+        return result
+    setattr(owner, name, timed)
+note(default_loader.DefaultModelLoader, "load_weights", "load")
+note(learned, "_learn", "probe")
+settings, extra = VllmCfg(precision="float32", max_model_len=128), {"kv_cache_memory_bytes": cache_bytes}
+started = time.process_time()
+engine = VllmEngine(folder, settings, extra=extra, with_weights=kind == "vllm's own load")
+seconds["start"] = time.process_time() - started
+engine.close()
+print(json.dumps(seconds))
+"""
+EXPERTS = {
+    "hidden_size": sized(512, 64),
+    "num_hidden_layers": sized(8, 2),
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": sized(1024, 32),
+    "num_local_experts": sized(8, 4),
+    "num_experts_per_tok": 2,
+}
+"""About 440 MB in float32, of a family without a table."""
+
 
 def make_model(folder: Path, sizes: dict[str, int]) -> Any:
     torch.manual_seed(0)
@@ -362,6 +403,45 @@ def test_start(benchmark: Any, tmp_path: Path) -> None:
     starts = {kind: sum(each.values()) for kind, each in medians.items()}
     keep_ratios(benchmark, "seconds to start, times vLLM's", {"embedded": starts["embedded"] / starts["vllm"]})
     print(f"\nuntil an engine waits for weights, seconds, medians of {NUM_STARTS}: {medians}")
+
+
+@pytest.mark.long(minutes=3)
+def test_learning_a_layout(benchmark: Any, tmp_path: Path) -> None:
+    """What the probe of vLLM's loader costs a start, next to an engine that loads a checkpoint: a process for each.
+
+    In seconds of the processor, of which each process has one thread: a busy machine changes them little.
+    """
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**EXPERTS, vocab_size=VOCABULARY, max_position_embeddings=256)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    parts: dict[str, list[dict[str, float]]] = {"vllm's own load": [], "learned": [], "proven again": []}
+
+    def way(kind: str) -> Callable[[], float]:
+        def measured() -> float:
+            cache = tmp_path / ("kept" if kind == "proven again" else f"cache {len(parts[kind])}")
+            command = [sys.executable, "-c", LOAD, kind, str(tmp_path / "model"), str(CACHE_BYTES)]
+            environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
+            parts[kind].append(json.loads(ended.stdout.splitlines()[-1]))
+            return parts[kind][-1]["start"]
+
+        return measured
+
+    turns = Turns({kind: way(kind) for kind in parts})
+    turns.round()  # files come into memory, and the layout into its cache
+    benchmark.pedantic(turns.round, rounds=sized(NUM_STARTS, 1))
+    best = {kind: {part: min(one[part] for one in found[1:]) for part in found[0]} for kind, found in parts.items()}
+    start, load = (best["vllm's own load"][part] for part in ("start", "load"))
+    probes = {kind: each["probe"] for kind, each in best.items() if each["probe"]}
+    benchmark.extra_info.update({"best seconds": best, "seconds": parts, "load": os.getloadavg()})
+    of_start = {kind: seconds / start for kind, seconds in probes.items()}
+    keep_ratios(
+        benchmark, "processor seconds of the probe, share of the start of an engine that loads", of_start, aim=1.0
+    )
+    keep_ratios(
+        benchmark, "processor seconds of the probe, times the loader's", {k: s / load for k, s in probes.items()}
+    )
+    print(f"\nbest of {NUM_STARTS} starts, processor seconds: {best}")
 
 
 def names(layout: Layout) -> list[str]:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 import warnings
@@ -18,9 +19,12 @@ import pytest
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, load_config, notices, unsupported
+from tandem.config.checks.megatron import check_architecture_is_megatrons
 from tandem.config.conform import conform
 from tandem.config.installed import megatron_arguments, sources
 from tandem.config.low_precision import list_products
+from tandem.config.models import families
+from tandem.config.problem import InvalidValue
 
 SMALL = """
 grpo: {}
@@ -741,3 +745,18 @@ def test_weights_are_not_kept_in_fewer_bits(given: str, expected: str) -> None:
     config = loaded(f"{KEY}.{given}")
     assert unsupported.describe_refusal(config) == f"not supported yet: {KEY}.{expected}"
     assert unsupported.describe_refusal(loaded(f"{KEY}.{given.replace('enabled: true', 'enabled: false')}")) is None
+
+
+def test_every_type_that_megatron_core_does_not_compute_is_refused_by_name(here: Path) -> None:
+    """Hybrid stacks among them: its Mamba layers and gated delta nets have kernels for GPUs alone."""
+    page = (MODELS.parents[1] / "docs" / "models.md").read_text().partition("<!-- types -->")[2]
+    others = [name for name in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE) if name not in families.MEGATRON]
+    assert {"nemotron_h", "qwen3_next", "qwen3_5_moe_text", "falcon_h1", "bamba", "kimi_linear"} <= {*others}
+    keep(here, MODEL)
+    config, known = loaded(), ", ".join(families.MEGATRON)
+    for name in others:
+        (here / "model" / "config.json").write_text(json.dumps({"model_type": name}))
+        with pytest.raises(InvalidValue, match=f"Megatron-Core trains {known} here, not {name}$") as caught:
+            check_architecture_is_megatrons(config)
+        assert caught.value.key == f"{KEY}.enabled"
+    assert f"{KEY}.enabled: true, but Megatron-Core trains {known} here, not {name}" in error_of()

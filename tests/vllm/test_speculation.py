@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,18 @@ from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
-from tests.vllm.vllm_harness import drafts_parameters, greedy, num_steps, refit, running, tiny_model, train
+from tests.vllm.vllm_harness import (
+    drafts_parameters,
+    find_chance_of_third_token,
+    greedy,
+    measure_drafter,
+    num_steps,
+    plan_drafter,
+    refit,
+    running,
+    tiny_model,
+    train,
+)
 
 PROMPT = (2, 7, 1, 8)
 REPEATING = (2, 7, 1, 8, 2, 7, 1, 8, 2, 7)
@@ -102,38 +113,7 @@ def test_tokens_after_drafts_have_the_distribution_of_the_model(changes: dict[st
     num_samples = 1024
     asked = [request(n, REPEATING, max_new_tokens=3, seed=n * 7919, **changes) for n in range(num_samples)]
     made = run_all(drafting.engine, asked)
-    expected_V = third_token(drafting.model, REPEATING, changes) * num_samples
-    observed_V = np.bincount([int(one.token_ids_T[2]) for one in made.values()], minlength=len(expected_V))
-    seen_V = expected_V > 2.0  # others are counted together
-    observed = np.array([*observed_V[seen_V], observed_V[~seen_V].sum()])
-    expected = np.array([*expected_V[seen_V], max(expected_V[~seen_V].sum(), 1.0)])
-    freedom = len(expected) - 1
-    assert ((observed - expected) ** 2 / expected).sum() < freedom + 4 * np.sqrt(2 * freedom)
-
-
-def third_token(model: Any, prompt: tuple[int, ...], changes: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Return its distribution, by all pairs of tokens before it."""
-    first_V = drawn_from(model, torch.tensor([prompt]), changes)[0]
-    size = len(first_V)
-    ones = torch.tensor([[*prompt, token] for token in range(size)])
-    second_VV = drawn_from(model, ones, changes)
-    pairs_VV = first_V[:, None] * second_VV
-    result_V = torch.zeros(size)
-    for token in range(size):
-        twos = torch.cat([ones[token].repeat(size, 1), torch.arange(size)[:, None]], dim=1)
-        result_V += pairs_VV[token] @ drawn_from(model, twos, changes)
-    found: np.ndarray[Any, Any] = result_V.double().numpy()
-    return found
-
-
-def drawn_from(model: Any, ids: torch.Tensor, changes: Mapping[str, Any]) -> torch.Tensor:
-    from tandem.rollout.engines.sampling import restrict
-
-    with torch.no_grad():
-        logits_BV = model(ids).logits[:, -1] / changes.get("temperature", 1.0)
-    num = len(ids)
-    top_k, top_p = torch.tensor([changes.get("top_k", 0)]), torch.tensor([changes.get("top_p", 1.0)])
-    return restrict(logits_BV, top_k.expand(num), top_p.expand(num)).softmax(dim=-1)
+    assert find_chance_of_third_token(drafting.model, REPEATING, list(made.values()), changes) > 1e-3
 
 
 def test_responses_end_within_drafts(drafting: Drafting) -> None:
@@ -262,12 +242,18 @@ def test_eagle3_drafts_from_hidden_states_before_and_after_a_refit(tmp_path: Pat
             assert torch.equal(held["model.embed_tokens.weight"][:rows], model.model.embed_tokens.weight), "shared"
             assert torch.equal(held["model.fc.weight"], load_file(tmp_path / "draft/model.safetensors")["fc.weight"])
             train(model, seed=1)
+        (measured,) = measure_drafter(engine)
+    planned = plan_drafter(tmp_path / "policy", speculation)
+    padding = (64 - model.config.vocab_size) * model.config.hidden_size * 4  # of the output layer
+    assert planned.cache is not None
+    assert measured == (planned.weights + padding, planned.cache.num_bytes)
 
 
 def test_two_workers_share_the_draft_as_they_share_the_policy(tmp_path: Path) -> None:
     model = tiny_model("qwen3", tmp_path / "policy")
     draft_of(model, tmp_path / "draft", noise=0.01)
     speculation = by_model(tmp_path / "draft")
+    planned = plan_drafter(tmp_path / "policy", speculation, tensor_parallel_size=2)
     with running(tmp_path / "policy", {"tensor_parallel_size": 2}, speculative_config=speculation) as engine:
         refit(engine, model, 0)
         asked = [request(0, PROMPT, temperature=0.0, max_new_tokens=40), request(1, PROMPT, max_new_tokens=40)]
@@ -275,6 +261,8 @@ def test_two_workers_share_the_draft_as_they_share_the_policy(tmp_path: Path) ->
         assert made[0].token_ids_T.tolist() == greedy(model, PROMPT, 40)
         expected = reference_logprobs(model, PROMPT, made[1].token_ids_T)
         assert np.abs(made[1].logprobs_T - expected).max() < 1e-4
+        assert planned.cache is not None
+        assert measure_drafter(engine) == [(planned.weights, planned.cache.num_bytes / 2)] * 2
 
 
 def test_grpo_learns_with_drafts() -> None:

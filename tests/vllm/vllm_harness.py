@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_harness import make_model, make_programs, shared_layout
 
+from tandem.config import load_config
 from tandem.config.schema.generation import VllmCfg
-from tandem.rollout.engine import SequenceRequest
+from tandem.coordinator.forecast.drafters import DrafterForecast, forecast_drafter
+from tandem.coordinator.forecast.sides import model_shape
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
+from tandem.rollout.engines.sampling import restrict
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
+from tests.harness.runs.running import write_config
 
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "head_dim": 32},
@@ -90,6 +95,9 @@ LEARNED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT,
 }
 """The same of families without a table of their parameters, whose layouts are learned from vLLM's loader."""
+CHANCE = 1e-6
+"""Least chance of tokens as far from their distribution as a test's: of other seeds, one in a million fails."""
+_ABSORBED = ("W_UK_T", "W_UV")
 _NEEDED = CHANGES | FAMILIES | LEARNED
 
 
@@ -184,3 +192,82 @@ def drafts_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
         lambda worker: {n: p.detach().clone() for n, p in worker.model_runner.drafter.model.named_parameters()}
     )
     return dict(found)
+
+
+def plan_drafter(folder: Path, speculation: Mapping[str, Any], **vllm_cfg: Any) -> DrafterForecast:
+    """Return what `coordinator plan` says of a drafter, for sequences of up to 128 tokens in the vLLM of `running`."""
+    settings = {"precision": "float32", "max_model_len": 128, **vllm_cfg}
+    generation = {"backend": "vllm", "vllm_cfg": settings, "vllm_kwargs": {"speculative_config": dict(speculation)}}
+    lengths = {"max_total_sequence_length": 128, "sequence_packing": {"enabled": False}}
+    over = {"policy": {"new_model": None, "model_name": str(folder), **lengths, "generation": generation}}
+    config = load_config(write_config(over), to_run=False)
+    model = model_shape(config)
+    assert not isinstance(model, str)
+    drafter = forecast_drafter(config, model)
+    assert drafter is not None
+    return drafter
+
+
+def measure_drafter(engine: VllmEngine) -> list[tuple[int, int]]:
+    """Return, for each worker, the bytes of weights that only drafts use, and of what they keep of 128 tokens.
+
+    What latent attention multiplies of its weights beforehand is left out, as it is of the policy.
+    """
+    measured: list[tuple[int, int]] = engine._llm.engine.collective_rpc(_measure_drafter)
+    return measured
+
+
+def _measure_drafter(worker: Any) -> tuple[int, int]:
+    runner = worker.model_runner
+    shared = {parameter.data_ptr() for parameter in runner.get_model().parameters()}
+    alone = [
+        parameter
+        for name, parameter in runner.drafter.model.named_parameters()
+        if parameter.data_ptr() not in shared and not name.endswith(_ABSORBED)
+    ]
+    specs = runner.get_kv_cache_spec()
+    caches = [specs[name] for name in runner.drafter._draft_attn_layer_names]
+    return sum(each.nbytes for each in alone), sum(each.page_size_bytes * 128 // each.block_size for each in caches)
+
+
+def find_chance_of_third_token(
+    model: Any, prompt: tuple[int, ...], responses: Sequence[EngineCompletion], changes: Mapping[str, Any]
+) -> float:
+    """Return the chance of third tokens as far from the model's distribution as those of responses, by Pearson's test.
+
+    `changes` are the sampling parameters of all. Tokens that are expected twice or less are counted together.
+    """
+    expected_V = find_third_token(model, prompt, changes) * len(responses)
+    tokens_N = torch.tensor([int(response.token_ids_T[2]) for response in responses])
+    counts_V = torch.bincount(tokens_N, minlength=len(expected_V)).double()
+    is_common_V = expected_V > 2.0
+    expected, counts = (
+        torch.cat([each_V[is_common_V], each_V[~is_common_V].sum()[None]]) for each_V in (expected_V, counts_V)
+    )
+    expected[-1].clamp_(min=1.0)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(expected) - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def find_third_token(model: Any, prompt: tuple[int, ...], changes: Mapping[str, Any]) -> torch.Tensor:
+    """Return its distribution, by all pairs of tokens before it."""
+    first_V = find_probabilities(model, torch.tensor([prompt]), changes)[0]
+    size = len(first_V)
+    ones = torch.tensor([[*prompt, token] for token in range(size)])
+    second_VV = find_probabilities(model, ones, changes)
+    pairs_VV = first_V[:, None] * second_VV
+    result_V = torch.zeros(size)
+    for token in range(size):
+        twos = torch.cat([ones[token].repeat(size, 1), torch.arange(size)[:, None]], dim=1)
+        result_V += pairs_VV[token] @ find_probabilities(model, twos, changes)
+    return result_V.double()
+
+
+def find_probabilities(model: Any, ids: torch.Tensor, changes: Mapping[str, Any]) -> torch.Tensor:
+    """Return the distribution of the token after each row of `ids`, as sampling parameters restrict it."""
+    with torch.no_grad():
+        logits_BV = model(ids).logits[:, -1] / changes.get("temperature", 1.0)
+    num = len(ids)
+    top_k, top_p = torch.tensor([changes.get("top_k", 0)]), torch.tensor([changes.get("top_p", 1.0)])
+    return restrict(logits_BV, top_k.expand(num), top_p.expand(num)).softmax(dim=-1)

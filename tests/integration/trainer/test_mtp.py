@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpModel
 
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
-from tandem.config.models.families import MTP
+from tandem.config.models.families import MTP, MTP_DRAFTS
 from tandem.config.schema.policy import MtpConfig
 from tandem.coordinator.forecast.activations import passes
 from tandem.coordinator.forecast.memory import memory_of
@@ -369,9 +369,9 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
         config_of(tmp_path)
 
 
-def drafting_with(num_layers: int = 1, **policy: Any) -> dict[str, Any]:
-    """Return keys of a policy that vLLM drafts for with so many trained layers."""
-    arguments = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+def drafting_with(num_layers: int = 1, num_tokens: int = 2, **policy: Any) -> dict[str, Any]:
+    """Return keys of a policy that vLLM drafts so many tokens for with so many trained layers."""
+    arguments = {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_tokens}}
     generation = {"backend": "vllm", "vllm_kwargs": arguments, "vllm_cfg": {"max_model_len": 64}}
     return {"generation": generation, "mtp": {"num_layers": num_layers}, **policy}
 
@@ -390,7 +390,7 @@ def test_engines_that_draft_with_them_are_offered_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "num", "complaint"),
     [
-        ("qwen3", 0, "mtp, but such layers draft in deepseek_v3, glm4_moe, qwen3_next, not in qwen3"),
+        ("qwen3", 0, f"mtp, but such layers draft in {', '.join(MTP_DRAFTS)}, not in qwen3"),
         ("glm4_moe", 0, "mtp, but the model's config.json has no num_nextn_predict_layers"),
         ("glm4_moe", 1, "mtp drafts with 2 layers, but policy.mtp trains 1: refits would not bring all"),
     ],
@@ -405,6 +405,17 @@ def test_where_they_cannot_draft_is_said(architecture: str, num: int, complaint:
     with pytest.raises(ConfigError) as refused:
         make_config(tmp_path, **drafting_with(num))
     assert f"policy.generation.vllm_kwargs.speculative_config: {complaint}" in str(refused.value)
+
+
+def test_more_tokens_than_layers_are_a_multiple_of_them(tmp_path: Path) -> None:
+    """vLLM refuses others when an engine starts."""
+    make_with_layers(tmp_path, "glm4_moe", 2)
+    for num_tokens in (1, 2, 4):
+        make_config(tmp_path, **drafting_with(2, num_tokens))
+    with pytest.raises(ConfigError) as refused:
+        make_config(tmp_path, **drafting_with(2, 3))
+    key = "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens"
+    assert f"{key}: 3 is not a multiple of 2, the model's num_nextn_predict_layers" in str(refused.value)
 
 
 class NoLoss:

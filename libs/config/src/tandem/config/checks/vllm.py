@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tandem.config.installed import vllm_arguments
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, find_problem
+from tandem.config.models import mtp_layers
 from tandem.config.models.families import MTP_DRAFTS, VLLM, VLLM_PLANNED, VLLM_READS, VLLM_TABLES, is_text_only
 from tandem.config.models.model_sizes import read_model_config
 from tandem.config.problem import InvalidValue, Rule, describe_without_effect
@@ -59,12 +60,6 @@ def check_drafts_combine(config: Config) -> None:
         )
 
 
-_LAYERS = "num_nextn_predict_layers"
-"""Field of ``config.json`` by which vLLM knows of layers of multi-token prediction."""
-_ALONE = "qwen3_next"
-"""Family that has one such layer even without that field."""
-
-
 def check_layers_can_draft(config: Config) -> None:
     """Check that layers of multi-token prediction draft where vLLM has them, and as many as are trained."""
     policy = config.policy
@@ -79,12 +74,16 @@ def check_layers_can_draft(config: Config) -> None:
         return
     if model_type not in MTP_DRAFTS:
         raise InvalidValue(key, f"mtp, but such layers draft in {', '.join(MTP_DRAFTS)}, not in {model_type}")
-    num_layers = model.get(_LAYERS, int(model_type == _ALONE)) or 0
+    num_layers = mtp_layers.count_layers(model)
     if not num_layers:
-        raise InvalidValue(key, f"mtp, but the model's config.json has no {_LAYERS}")
+        raise InvalidValue(key, f"mtp, but the model's config.json has no {mtp_layers.COUNT}")
     if num_trained not in (0, num_layers):
         text = f"mtp drafts with {num_layers} layers, but policy.mtp trains {num_trained}: refits would not bring all"
         raise InvalidValue(key, text)
+    num_tokens = policy.generation.vllm_kwargs[vllm_arguments.SPECULATION]["num_speculative_tokens"]
+    if num_tokens > num_layers and num_tokens % num_layers:
+        text = f"{num_tokens} is not a multiple of {num_layers}, the model's {mtp_layers.COUNT}, as vLLM wants of more"
+        raise InvalidValue(f"{key}.num_speculative_tokens", text)
 
 
 def check_vllm_can_be_refitted(config: Config) -> None:

@@ -25,6 +25,10 @@ BLOCK = "block."
 """Beginning of the names of a decoder layer's tensors, within its layer."""
 EMBEDDING, HEAD = "embedding", "head"
 """Names of the policy's modules whose tensors some checkpoints have once more in each of these layers."""
+ATTENTION = "full_attention"
+"""Kind of each of these layers, by Transformers' name."""
+COUNT = "num_nextn_predict_layers"
+"""Field of ``config.json`` with their number."""
 _FIRST_LAYER = re.compile(r"^(?:.*\.)?layers\.0\.")
 _APART = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with one such layer, whose tensors have a prefix of their own."""
@@ -64,6 +68,12 @@ class LayerNames(msgspec.Struct, frozen=True):
         return renamed
 
 
+def count_layers(config_json: Mapping[str, Any]) -> int:
+    """Return the number of these layers in the checkpoint that a ``config.json`` describes, as vLLM reads it."""
+    default = int(config_json.get("model_type") == "qwen3_next")  # which has one even without the field
+    return int(config_json.get(COUNT, default) or 0)
+
+
 def name_layer(number: int, config: Any) -> LayerNames | None:
     """Return the names of the layer `number` of a model's checkpoint; None if the family has no such layer.
 
@@ -87,7 +97,7 @@ def describe_blocks(config: Any, num_layers: int) -> Any:
     config = copy.deepcopy(config)
     config.num_hidden_layers, config.vocab_size = num_layers, 1
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    for name, kind in {"layer_types": "full_attention", "mlp_layer_types": "sparse"}.items():
+    for name, kind in {"layer_types": ATTENTION, "mlp_layer_types": "sparse"}.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, [kind] * num_layers)
     dense: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": []}

@@ -13,6 +13,7 @@ from tandem.config import Config
 from tandem.config.models import lora
 from tandem.coordinator.forecast import media, plan_ages, sides
 from tandem.coordinator.forecast import plan_json as outline
+from tandem.coordinator.forecast.drafters import DrafterForecast, forecast_drafter
 from tandem.coordinator.forecast.memory import BesideModel, columns, describe_beside_models, memory_of, size_of_gpu
 from tandem.coordinator.forecast.transfers import SHARE, DifferenceForecast, RefitForecast, is_on_gpus, predict
 from tandem.refit.layout import Tensor
@@ -40,6 +41,7 @@ def explain(config: Config, console: Console, given_rates: plan_ages.GivenRates 
     generates = config.generates
     explained = predict(config, *forecast_sides) if forecast_sides and generates else None
     beside = () if isinstance(model, str) else describe_beside_models(config, model)
+    drafter = None if isinstance(model, str) else forecast_drafter(config, model)
     _print_ranks(config, forecast_sides, console)
     for line in outline.describe_beside(config, beside):
         console.print(f"  {line}", soft_wrap=True)
@@ -56,6 +58,7 @@ def explain(config: Config, console: Console, given_rates: plan_ages.GivenRates 
         _print_memory(config, forecast_sides[0], explained, beside, console)
         if generates:
             _print_cache(config, console)
+            _print_drafter(drafter, console)
     if generates:
         plan_ages.print_ages(config, given_rates, explained.cost.seconds if explained else None, console)
     if explained:
@@ -157,17 +160,35 @@ def _print_cache(config: Config, console: Console) -> None:
     if cache is None:
         console.print("  what an engine keeps of a sequence is unknown: the model does not run without elements")
         return
-    num = config.policy.generation.width
-    per_layer = ", ".join(
-        f"{layers.num_bytes / 1e6:,.3g} MB in each of {layers.num_layers} {layers.kind} layers"
-        for layers in cache.layers
-    )
+    num, per_layer = config.policy.generation.width, _describe_layers(cache)
     at_once = f"{num * cache.num_bytes / 1e9:,.3g} GB of {num:,}"
     console.print(
         f"  an engine keeps {cache.num_bytes / 1e6:,.4g} MB of {cache.num_tokens:,} tokens, {at_once} sequences: "
         f"{per_layer}",
         soft_wrap=True,
     )
+
+
+def _describe_layers(cache: sides.SequenceCache) -> str:
+    return ", ".join(
+        f"{layers.num_bytes / 1e6:,.3g} MB in each of {layers.num_layers} {layers.kind} layers"
+        for layers in cache.layers
+    )
+
+
+def _print_drafter(drafter: DrafterForecast | None, console: Console) -> None:
+    """Print the memory of the drafter in engines, if there is one."""
+    if drafter is None:
+        return
+    weights = f"weights are unknown, because {drafter.unknown}"
+    if not drafter.unknown:
+        number = f"{drafter.num_parameters / 1e6:,.1f} million parameters"
+        weights = f"{number}, {drafter.weights / 1e9:,.3g} GB of weights an engine rank"
+    cache = "; what it keeps of a sequence is unknown"
+    if drafter.cache is not None:
+        size = f"{drafter.cache.num_bytes / 1e6:,.4g} MB of {drafter.cache.num_tokens:,} tokens"
+        cache = f"; it keeps {size}: {_describe_layers(drafter.cache)}"
+    console.print(f"  the drafter ({drafter.method}): {weights}{cache}", soft_wrap=True)
 
 
 def _print_cost(explained: RefitForecast, console: Console) -> None:

@@ -9,11 +9,13 @@ import msgspec
 from tandem.config import Config, notices
 from tandem.config.unsupported import describe_refusal
 from tandem.coordinator.forecast import memory
+from tandem.coordinator.forecast.drafters import DrafterForecast, forecast_drafter
 from tandem.coordinator.forecast.sides import (
     ForecastSide,
     SequenceCache,
     describe_cache,
     generation,
+    measure_largest_rank,
     model_shape,
     sides,
     training,
@@ -168,6 +170,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The policy in engines; None if nothing is generated."""
     cache: SequenceCache | None = None
     """Memory that an engine needs for a sequence; None if nothing is generated, or it is unknown."""
+    drafter: DrafterForecast | None = None
+    """Drafter in engines; None if none takes memory."""
     refit: PlannedRefit | None
     notes: tuple[str, ...]
     """Keys without effect, and what is unsupported."""
@@ -205,6 +209,7 @@ def describe_plan(config: Config) -> RunPlan:
         models=(_policy(config, trainers, learning), *map(_plan_model, beside)),
         engines=_policy(config, engines, 0.0) if config.generates else None,
         cache=describe_cache(config) if config.generates else None,
+        drafter=forecast_drafter(config, shape),
         refit=refit,
         notes=notes,
     )
@@ -220,7 +225,7 @@ def _policy(config: Config, side: ForecastSide, learning: float) -> PlannedModel
         division=words(config, division),
         sizes=_sizes(division),
         num_parameters=side.model.num_parameters,
-        weights=float(_measure_largest_rank(side)),
+        weights=float(measure_largest_rank(side)),
         learning=learning,
     )
 
@@ -244,11 +249,3 @@ def _sizes(deployment: ParallelDeployment) -> dict[str, int]:
     named = msgspec.structs.asdict(deployment)
     named.pop("vocabulary_divisor", None)
     return {name: size for name, size in named.items() if isinstance(size, int) and not isinstance(size, bool)}
-
-
-def _measure_largest_rank(side: ForecastSide) -> int:
-    """Return the bytes of the largest rank."""
-    deployment = side.deployment
-    places = {deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}
-    layouts = (deployment.look_up_parameters(side.model, rank) for rank in places.values())
-    return max(sum(storage.num_bytes for storage in layout.storages) for layout in layouts)

@@ -48,7 +48,7 @@ def sides(config: Config, model: ModelShape) -> tuple[ForecastSide, ForecastSide
     if policy.mtp.num_layers:
         trained_model = _add_mtp_layers(config, trained_model)
     return ForecastSide("trainer", training(config), _add_adapters(config, trained_model)), ForecastSide(
-        "engine", _deploy_engines(config, model), find_plan(config).shape(config, model)
+        "engine", deploy_engines(config, model), find_plan(config).shape(config, model)
     )
 
 
@@ -60,13 +60,23 @@ def _add_mtp_layers(config: Config, model: ModelShape) -> ModelShape:
     return msgspec.structs.replace(model, tensors=(*model.tensors, *added))
 
 
-def _deploy_engines(config: Config, model: ModelShape) -> ParallelDeployment:
+def deploy_engines(config: Config, model: ModelShape) -> ParallelDeployment:
     """Return how the engines divide the model: as evenly as can be where only vLLM's own loader knows (`is_asked`)."""
     deployment = generation(config)
     if not is_asked(deployment, model):
         return deployment
     assert isinstance(deployment, Vllm), "no other deployment is asked"
     return DTensor(replicate=deployment.dp * deployment.replicas, shard=deployment.tp * deployment.pp)
+
+
+def measure_largest_rank(side: ForecastSide, prefix: str = "") -> int:
+    """Return the bytes of the rank that holds most of what has a name with this beginning."""
+    deployment = side.deployment
+    places = {deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}
+    layouts = (deployment.look_up_parameters(side.model, rank) for rank in places.values())
+    return max(
+        sum(storage.num_bytes for storage in layout.storages if storage.name.startswith(prefix)) for layout in layouts
+    )
 
 
 def is_asked(deployment: ParallelDeployment, model: ModelShape) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from tandem.config import Config, placement, schema
+from tandem.coordinator.forecast.drafters import add_refitted_drafter
 from tandem.coordinator.forecast.sides import ForecastSide
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.cost import RefitCost, bucket_memory, cost
@@ -88,6 +89,7 @@ class RefitForecast(msgspec.Struct, frozen=True):
 def predict(config: Config, trainers: ForecastSide, engines: ForecastSide) -> RefitForecast:
     """Lay out both sides and plan. Raise `RefitError` if sizes do not fit the model."""
     started = time.perf_counter()
+    engines = add_refitted_drafter(config, engines)
     before, after = _hosts(config, trainers, engines)
     sources = _name_members("trainer", trainers.deployment.layouts(trainers.model, before))
     sources = {member: _reachable(layout) for member, layout in sources.items()}

@@ -21,11 +21,13 @@ from collections.abc import Hashable, Iterator
 import msgspec
 
 from tandem.common.errors import RefitError
+from tandem.config.models import mtp_layers
 from tandem.config.models.families import VLLM_PLANNED
 from tandem.config.models.vision_families import VISION, VisionFamily
 from tandem.refit.adapters import catalogue, deployment, geometry, vision
-from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
-from tandem.refit.layout import Box, Layout, whole
+from tandem.refit.adapters.dtensor import TENSOR_PLAN
+from tandem.refit.adapters.parameters import ParameterFill, RankBuilder, cut, gate_and_up, stack
+from tandem.refit.layout import Box, Layout, Tensor, whole
 
 _ATTENTION = geometry.LAYER + "self_attn."
 _VOCABULARY_PADDING = 64
@@ -34,6 +36,7 @@ _CUT = (
     (re.compile(r"\.(?:out_proj|fc2)\.weight$"), 1),
 )
 """Layers of a SigLIP tower that ranks share, with the dimension along which they do."""
+_KEYS_AND_VALUES = re.compile(r"\.self_attn\.[kv]_proj\.(?:weight|bias)$")
 _FUSED = re.compile(r"\.(?:self_attn\.(?P<qkv>[qkv])|mlp\.(?P<gate_up>gate|up))_proj\.(?P<kind>weight|bias)$")
 
 
@@ -167,6 +170,7 @@ class _Rank:
             self._replicate(geometry.LAYER + "mlp.gate.weight")
             self._replicate(geometry.LAYER + "mlp.gate.e_score_correction_bias")
             self._experts(self._geometry.experts)
+        self._draft_layers()
         return self._builder.build()
 
     def _ends(self) -> None:
@@ -225,6 +229,54 @@ class _Rank:
         for part in ("q", "q_b", "kv_b"):
             self._cut(f"{_ATTENTION}{part}_proj.weight")
 
+    def _draft_layers(self) -> None:
+        """Add layers of multi-token prediction, which follow the policy's tensors under the trainers' names."""
+        for tensor in reversed(self._model.tensors):
+            if not tensor.name.startswith(mtp_layers.PREFIX):
+                return
+            dim = TENSOR_PLAN.get(".".join(tensor.name.rsplit(".", 2)[-2:]))
+            if ".experts." in tensor.name:
+                self._experts_of_draft(tensor)
+            elif dim is None:
+                self._replicate(tensor.name)
+            elif _KEYS_AND_VALUES.search(tensor.name) is not None:
+                self._heads_of_draft(tensor)
+            else:
+                self._cut(tensor.name, dim)
+
+    def _heads_of_draft(self, tensor: Tensor) -> None:
+        """Add the rows of a rank's key heads, or value heads; ranks share one where there are more ranks than heads."""
+        attention, tp, columns = self._geometry.attention, self._sizes.tp, tensor.shape[1:]
+        assert isinstance(attention, geometry.AttentionGeometry), "latent attention has no such projections"
+        num_heads = attention.num_kv_heads
+        head = tensor.shape[0] // num_heads
+        share = head * max(1, num_heads // tp), *columns
+        box = Box((head * (self._at.tp * num_heads // tp), *(0 for _ in columns)), share)
+        self._builder.parameter(tensor.name, share, stack((tensor.name, box)))
+
+    def _experts_of_draft(self, tensor: Tensor) -> None:
+        """Add a rank's share of a layer's experts, which trainers have in one tensor: gates before up projections."""
+        num_experts, rows, columns = tensor.shape
+        experts, rank, size = self._divide_experts(num_experts)
+        is_down = tensor.name.endswith("down_proj")
+        parts = (0,) if is_down else (0, rows // 2)
+        sizes = (rows, columns // size) if is_down else (rows // 2 // size, columns)
+        fills = []
+        for number, first in enumerate(parts):
+            start = (0, rank * sizes[1]) if is_down else (first + rank * sizes[0], 0)
+            box = Box((experts.start, *start), (len(experts), *sizes))
+            fills.append(ParameterFill(tensor.name, box, (0, number * sizes[0], 0)))
+        self._builder.parameter(tensor.name, (len(experts), len(parts) * sizes[0], sizes[1]), fills)
+
+    def _divide_experts(self, num_experts: int) -> tuple[range, int, int]:
+        """Return this rank's experts, its place among the ranks that share each of them, and the number of those."""
+        at, size = self._at.expert, self._sizes.dp * self._sizes.tp
+        if not self._sizes.expert_parallel:
+            return range(num_experts), at, size
+        count, extra = divmod(num_experts, size)
+        first = at * count + min(at, extra)
+        return range(first, first + count + (at < extra)), 0, 1
+
     def _feed_forward(self, prefix: str, is_cut: bool = True) -> None:
         """Add a dense network, or the shared experts, which form one network."""
         rank, size = (self._at.tp, self._sizes.tp) if is_cut else (0, 1)
@@ -237,11 +289,7 @@ class _Rank:
         self._replicate(f"{prefix}down_proj.bias")
 
     def _experts(self, sizes: geometry.ExpertGeometry) -> None:
-        at, size = self._at.expert, self._sizes.dp * self._sizes.tp
-        ep, ep_size, tp, tp_size = (at, size, 0, 1) if self._sizes.expert_parallel else (0, 1, at, size)
-        count, extra = divmod(sizes.num_experts, ep_size)
-        first = ep * count + min(ep, extra)
-        experts = range(first, first + count + (ep < extra))
+        experts, tp, tp_size = self._divide_experts(sizes.num_experts)
         hidden = self._geometry.hidden_size
         rows = cut((sizes.intermediate_size, hidden), 0, tp, tp_size)
         columns = cut((hidden, sizes.intermediate_size), 1, tp, tp_size)
