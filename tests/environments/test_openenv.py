@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,8 @@ from tandem.common.messages import Problem, SamplesFinished
 from tandem.config import build_config
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import load_problems
-from tandem.samples.packaged_environments.programs import play_openenv
+from tandem.samples.packaged_environments.programs import containers, play_openenv
+from tests.harness.interpreter_images import make_image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from agents_harness import assert_probable  # type: ignore[import-not-found]
@@ -40,7 +42,16 @@ pytest.importorskip("websockets", reason="websockets is not installed")
 PYTHON = os.environ.get("TANDEM_OPENENV", "")
 pytestmark = pytest.mark.skipif(not Path(PYTHON).is_file(), reason="OpenEnv is not installed: tox -e families")
 WAIT_S = 300.0
-ECHO = {"package": "my_echo.server.app:app", "python": PYTHON, "observation": "message_length", "max_turns": 2}
+ECHO: dict[str, Any] = {
+    "package": "my_echo.server.app:app",
+    "python": PYTHON,
+    "observation": "message_length",
+    "max_turns": 2,
+}
+IMAGE = f"localhost/tandem-test-echo-{os.getpid()}:1"
+CONTAINED: dict[str, Any] = {"image": IMAGE, "observation": "message_length", "max_turns": 2}
+GONE_S = 20.0
+"""Longest time for Docker to notice that its client has ended, and to remove a container."""
 TOOLS = '''
 """An environment with one tool, and a reward for each call."""
 
@@ -278,6 +289,118 @@ def test_a_server_that_is_killed_or_hangs_costs_nothing_and_takes_no_more_sessio
     assert not [child for child in psutil.Process().children(recursive=True) if "uvicorn" in child.cmdline()]
 
 
+@pytest.fixture(scope="module")
+def image(folder: Path) -> Iterator[str]:
+    """Return the name of an image of the template's environment that Docker has."""
+    version = ["docker", "version"]
+    if shutil.which("docker") is None or subprocess.run(version, capture_output=True, timeout=WAIT_S).returncode:
+        pytest.skip("Docker runs no containers here")
+    words = ["-m", "uvicorn", "my_echo.server.app:app", "--host", "0.0.0.0", "--port", str(containers.PORT)]
+    make_image(IMAGE, PYTHON, {"app/my_echo": folder / "my_echo"}, words)
+    yield IMAGE
+    subprocess.run(["docker", "rmi", IMAGE], capture_output=True, timeout=WAIT_S)
+
+
+def list_containers() -> list[str]:
+    """Return the ids of the containers of the image."""
+    command = ["docker", "ps", "--all", "--quiet", "--filter", f"ancestor={IMAGE}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.split()
+
+
+def find_child(*words: str) -> psutil.Process | None:
+    """Return the process below this one whose command has these words."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if all(any(word in part for part in process.cmdline()) for word in words):
+                return process
+    return None
+
+
+@pytest.mark.usefixtures("image")
+def test_episodes_in_a_container_have_the_rewards_of_the_package(tmp_path: Path) -> None:
+    problems = list_problems(**CONTAINED)
+    assert [problem.metadata["reset"] for problem in problems] == [{"seed": seed} for seed in range(4)]
+    wait_until_none_runs()
+    with rollout_of(tmp_path, num_at_once=1, **CONTAINED, variables={"SECRET_OF_THEIRS": "12345"}) as rollout:
+        groups = [rollout.group(number, [7, 8], problem) for number, problem in enumerate(problems[:2])]
+        samples = rollout.run(*groups)
+        replies = [replies_of(rollout, arrays) for _, arrays in samples.values()]
+        (container,) = list_containers()
+        client = find_child("docker", "--publish")
+        assert client is not None
+        (address,) = [word for word in client.cmdline() if word.endswith(f":{containers.PORT}")]
+        assert address.startswith("127.0.0.1:"), "only this machine reaches it"
+        assert "12345" not in str(client.cmdline()), "what is secret stands in no list of processes"
+        printed = subprocess.run(
+            ["docker", "inspect", "--format", "{{json .Config.Env}}", container],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WAIT_S,
+        ).stdout
+        assert "SECRET_OF_THEIRS=12345" in json.loads(printed)
+        assert not any(entry.startswith("DOCKER_HOST=") for entry in json.loads(printed)), "it has no other variables"
+    text = json.dumps(replies)
+    ended = subprocess.run([PYTHON, "-c", OWN_REWARDS], input=text, capture_output=True, text=True, timeout=WAIT_S)
+    assert [scored.reward for scored, _ in samples.values()] == pytest.approx(json.loads(ended.stdout))
+    wait_until_none_runs()
+
+
+def wait_until_none_runs() -> None:
+    """Wait until no container of the image is there."""
+    deadline = time.monotonic() + GONE_S
+    while running := list_containers():
+        assert time.monotonic() < deadline, f"still there: {running}"
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("image")
+def test_a_container_that_is_killed_costs_nothing_and_none_outlives_what_started_it(tmp_path: Path) -> None:
+    """Killed are the container, Docker's client, and the program that plays."""
+    problem = Problem(problem_id="p", question="?", answer="", metadata={"reset": {}})
+
+    def harm(kind: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            words = ("play_openenv.py", "play") if kind == "player" else ("docker", "--publish")
+            if (running := list_containers()) and (process := find_child(*words)) is not None:
+                if kind == "container":
+                    subprocess.run(["docker", "kill", running[0]], capture_output=True, timeout=WAIT_S)
+                else:
+                    process.kill()
+                return
+            time.sleep(0.05)
+
+    with rollout_of(tmp_path, **CONTAINED) as rollout:
+        for number, kind in enumerate(("container", "client", "player")):
+            harming = threading.Thread(target=harm, args=(kind,))
+            harming.start()
+            samples = rollout.run(*(rollout.group(6 * number + place, [7], problem) for place in range(6)))
+            harming.join()
+            assert {scored.failure for scored, _ in samples.values()} == {""}
+            assert all(scored.num_turns == 2 for scored, _ in samples.values())
+        assert len(list_containers()) == 1
+    wait_until_none_runs()
+
+
+@pytest.mark.usefixtures("image")
+def test_an_image_that_is_not_to_be_had_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"env\.theirs\.openenv: image: cannot run 'localhost:9/none:1': ") as refused:
+        list_problems(image="localhost:9/none:1")
+    assert "\n" not in str(refused.value)
+
+
+def test_without_docker_an_image_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"env\.theirs\.openenv: image: docker is not installed$"):
+        list_problems(**CONTAINED)
+    fake = tmp_path / "docker"
+    fake.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"docker runs no containers here: Cannot connect to the Docker daemon$"):
+        list_problems(**CONTAINED)
+
+
 def test_a_late_answer_is_a_failure_of_its_episode_alone(tmp_path: Path) -> None:
     problems = [Problem(problem_id="p", question="?", answer="", metadata={"reset": {"seed": seed}}) for seed in (1, 2)]
     with rollout_of(tmp_path, on_error="zero", **{**ECHO, "package": "late:app", "step_timeout_s": 10}) as rollout:
@@ -384,7 +507,11 @@ def test_tools_are_the_environments() -> None:
         ({"package": "nothing:app", "python": PYTHON}, "the server of nothing:app ended: "),
         ({**ECHO, "action": "massage"}, "action: 'massage' is not json, tools or a field of an action (message)"),
         ({"url": "http://127.0.0.1:9"}, "no server answers at http://127.0.0.1:9"),
-        ({"package": "a:b", "url": "http://127.0.0.1:9"}, "needs either package, which is served here, or the url"),
+        ({"image": "a:1", "python": PYTHON}, "python: has no effect: the image brings its interpreter"),
+        (
+            {"package": "a:b", "url": "http://127.0.0.1:9"},
+            "needs one of package and image, which are served",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_refused_in_one_line(settings: dict[str, Any], reason: str) -> None:

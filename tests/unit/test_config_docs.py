@@ -164,6 +164,7 @@ NEW_KEYS = [
     "env.NAME.openenv",
     "env.NAME.openenv.action",
     "env.NAME.openenv.correct_from",
+    "env.NAME.openenv.image",
     "env.NAME.openenv.max_turns",
     "env.NAME.openenv.observation",
     "env.NAME.openenv.package",

@@ -102,8 +102,8 @@ OTHERWISE = {
             ("verifiers", "id args validation_args env correct_from"),
             (
                 "openenv",
-                "package url python variables reset resets system_prompt action observation max_turns step_timeout_s "
-                "correct_from",
+                "package image url python variables reset resets system_prompt action observation max_turns "
+                "step_timeout_s correct_from",
             ),
             ("nemo_gym", "config agent variables correct_from"),
             ("harbor", "agent kwargs validation_tasks variables timeout_multiplier reward correct_from"),

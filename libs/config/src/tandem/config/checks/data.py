@@ -13,7 +13,14 @@ from tandem.config.problem import InvalidValue, Rule, check_dotted_path, restric
 from tandem.config.schema import Config, EnvironmentConfig, JudgeConfig
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS
-from tandem.config.schema.environments import FUNCTION_ENVIRONMENTS, NEMO_GYM, NEMO_GYM_ROWS, PACKAGED, REWARD_MODEL
+from tandem.config.schema.environments import (
+    FUNCTION_ENVIRONMENTS,
+    NEMO_GYM,
+    NEMO_GYM_ROWS,
+    PACKAGED,
+    REWARD_MODEL,
+    OpenEnvConfig,
+)
 from tandem.config.shapes import ELSEWHERE
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
@@ -237,14 +244,22 @@ def _check_packaged(name: str, entry: EnvironmentConfig) -> None:
     (kind, *second) = [kind for kind in PACKAGED if getattr(entry, kind) is not None]
     if second:
         raise InvalidValue(f"env.{name}.{second[0]}", f"env.{name}.{kind} is given too: an entry is one environment")
-    if entry.openenv is not None and (entry.openenv.package is None) == (entry.openenv.url is None):
-        raise InvalidValue(f"env.{name}.openenv", "needs either package, which is served here, or the url of a server")
-    if entry.openenv is not None and entry.openenv.url is not None:
-        _check_url(f"env.{name}.openenv.url", entry.openenv.url)
+    if entry.openenv is not None:
+        _check_openenv(f"env.{name}.openenv", entry.openenv)
     rivals = {"class": entry.class_path, "command": entry.command, "url": entry.url, "judge": entry.judge}
     for key, value in rivals.items():
         if value is not None:
             raise InvalidValue(f"env.{name}.{key}", f"env.{name}.{kind} is given too, which plays and scores by itself")
+
+
+def _check_openenv(key: str, settings: OpenEnvConfig) -> None:
+    """Raise `InvalidValue` unless there is one server, and what is set for it has an effect."""
+    if [settings.package, settings.image, settings.url].count(None) != 2:
+        raise InvalidValue(key, "needs one of package and image, which are served here, and the url of a server")
+    if settings.url is not None:
+        _check_url(f"{key}.url", settings.url)
+    if settings.python is not None and settings.image is not None:
+        raise InvalidValue(f"{key}.python", "has no effect: the image brings its interpreter")
 
 
 def _check_agent(name: str, entry: EnvironmentConfig) -> None:

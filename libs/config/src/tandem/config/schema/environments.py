@@ -134,18 +134,21 @@ class VerifiersConfig(ConfigSection, frozen=True, kw_only=True):
 
 
 class OpenEnvConfig(ConfigSection, frozen=True, kw_only=True):
-    """An environment of OpenEnv, behind its server (``docs/packaged_environments.md``). One of `package` and `url` is
-    required."""
+    """An environment of OpenEnv, behind its server (``docs/packaged_environments.md``). One of `package`, `image` and
+    `url` is required."""
 
     package: NonEmptyStr | None = None
     """New. The application of an installed package, such as ``echo_env.server.app:app``. Each program that plays
     starts a server with it, on loopback, and watches it."""
+    image: NonEmptyStr | None = None
+    """New. An image whose command serves an environment at port 8000, such as ``openenv build`` makes. Each program
+    that plays starts a container of it by Docker, at a port on loopback, and watches it."""
     url: NonEmptyStr | None = None
     """New. A server that runs already: ``http://HOST:PORT``."""
     python: NonEmptyStr | None = None
     """New. Interpreter that has the `package`; null means the interpreter of the run."""
     variables: dict[str, str] = msgspec.field(default_factory=dict)
-    """New. Environment variables of the server that is started."""
+    """New. Environment variables of the server that is started; one in a container has no others of the run's."""
     reset: dict[str, Any] = msgspec.field(default_factory=dict)
     """New. Arguments of every reset. Each problem adds a seed of its own, which its samples share."""
     resets: tuple[dict[str, Any], ...] = ()

@@ -3,7 +3,7 @@
 ``play_openenv.py list SETTINGS ANSWER NUM`` tries the server and writes problems to a file; ``play_openenv.py play
 SETTINGS`` reads a line of JSON for each episode, as any agent that stays (``docs/agents.md``). An episode is a session
 of the server's web socket: ``reset``, a ``step`` for each answer of the policy, ``close``. A server of an installed
-package is started here, on the interpreter that has it.
+package is started here, on the interpreter that has it, and one of an image in a container.
 
 Whatever is lost with a server is played again: once it is gone, or hangs, this process kills itself, and another takes
 its place. A session that ends while its server lives costs its own episode alone.
@@ -31,6 +31,8 @@ NOT_INSTALLED = 69
 _START_S = 180.0
 """Longest time that a server may take to start; importing OpenEnv takes ten seconds of a core."""
 _LOOK_S = 1.0
+_CLOSED_S = 10.0
+"""Longest time that a container may take to end."""
 _HEALTH_S = 5.0
 """Longest time for an answer about a server's health ..."""
 _HANGS_S = 30.0
@@ -38,7 +40,9 @@ _HANGS_S = 30.0
 _CAPACITY = "CAPACITY_REACHED"
 _ROOM_S = 0.2
 """Seconds between two attempts to open a session at a server that has no room."""
-_PORT_TAKEN = "address already in use"
+_PORT_TAKEN = ("address already in use", "port is already allocated")
+_KILLED = 137
+"""Exit code of a container whose server was killed."""
 _STARTS = 3
 """Attempts to start a server whose port another program takes meanwhile."""
 _PDEATHSIG = 1
@@ -87,18 +91,19 @@ class OpenEnvServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._reading: threading.Thread | None = None
         self._printed = b""
+        self._source = settings["package"] or settings["image"]
         self.url = str(settings["url"] or "").rstrip("/")
         _, httpx = import_clients()
         self._http = httpx.AsyncClient(timeout=_HEALTH_S, trust_env=settings["url"] is not None)
 
     async def start(self, *, is_tried: bool = False) -> None:
-        """Start it if it is a package's, and wait until it answers; what it prints goes to the standard error.
+        """Start it unless it runs elsewhere, and wait until it answers; what it prints goes to the standard error.
 
         Raises `OpenEnvRefused`. A server that `is_tried` prints nothing, is refused at once where none is at the URL,
         and where its interpreter has another release of OpenEnv.
         """
         for num_left in reversed(range(_STARTS)):
-            if self._settings["package"] is not None:
+            if self._settings["url"] is None:
                 self._launch(is_tried=is_tried)
             try:
                 await self._wait(is_tried=is_tried)
@@ -111,25 +116,39 @@ class OpenEnvServer:
     def _launch(self, *, is_tried: bool) -> None:
         port = find_port()
         self.url = f"http://127.0.0.1:{port}"
-        python = self._settings["python"] or sys.executable
-        words = [python, "-m", "uvicorn", self._settings["package"], "--host", "127.0.0.1", "--port", str(port)]
-        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-        variables = {**os.environ, "PYTHONPATH": path, **self._settings["variables"]}
-        if is_tried:
-            refuse_release(python, variables)
+        words, variables = self._compose_command(port, is_tried=is_tried)
         try:
             self._process = process = subprocess.Popen(
-                [*words, "--log-level", "warning"],  # or each episode has lines of its own
-                stdin=subprocess.DEVNULL,
+                words,
+                stdin=subprocess.PIPE if self._settings["image"] is not None else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=variables,
                 preexec_fn=_end_with_parent,
             )
         except OSError as error:
-            raise OpenEnvRefused(f"python: cannot run {python!r}: {error.strerror}") from error
+            raise OpenEnvRefused(f"python: cannot run {words[0]!r}: {error.strerror}") from error
         self._reading = threading.Thread(target=self._read, args=(process.stdout, not is_tried), daemon=True)
         self._reading.start()
+
+    def _compose_command(self, port: int, *, is_tried: bool) -> tuple[list[str], dict[str, str]]:
+        """Return the command that starts it at a port, and its environment variables."""
+        settings = self._settings
+        if settings["image"] is not None:
+            import containers  # lies next to this program
+
+            try:
+                words = containers.compose_command(settings["image"], port, list(settings["variables"]))
+            except containers.ImageRefused as error:
+                raise OpenEnvRefused(str(error)) from error
+            return words, {**os.environ, **settings["variables"]}
+        python = settings["python"] or sys.executable
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        variables = {**os.environ, "PYTHONPATH": path, **settings["variables"]}
+        if is_tried:
+            refuse_release(python, variables)
+        words = [python, "-m", "uvicorn", settings["package"], "--host", "127.0.0.1", "--port", str(port)]
+        return [*words, "--log-level", "warning"], variables  # or each episode has lines of its own
 
     def _read(self, output: IO[bytes], shows: bool) -> None:
         with output:
@@ -145,15 +164,15 @@ class OpenEnvServer:
         while not await self.is_healthy():
             if self._process is not None and self._process.poll() is not None:
                 last = self._last_line()
-                kind = ServerKilled if self._process.returncode < 0 else OpenEnvRefused
-                if _PORT_TAKEN in self._printed.decode(errors="replace").lower():
+                code, printed = self._process.returncode, self._printed.decode(errors="replace").lower()
+                kind = ServerKilled if code < 0 or code == _KILLED else OpenEnvRefused
+                if any(text in printed for text in _PORT_TAKEN):
                     kind = PortTaken
-                raise kind(f"the server of {self._settings['package']} ended: {last}")
+                raise kind(f"the server of {self._source} ended: {last}")
             if self._process is None and (is_tried or time.monotonic() > deadline):
                 raise OpenEnvRefused(f"no server answers at {self.url}")
             if time.monotonic() > deadline:
-                package = self._settings["package"]
-                raise OpenEnvRefused(f"the server of {package} does not answer after {_START_S:g} s")
+                raise OpenEnvRefused(f"the server of {self._source} does not answer after {_START_S:g} s")
             await asyncio.sleep(_ROOM_S)
 
     async def is_healthy(self) -> bool:
@@ -195,6 +214,10 @@ class OpenEnvServer:
         """End a server that was started here."""
         await self._http.aclose()
         if self._process is not None:
+            if self._process.stdin is not None:
+                self._process.stdin.close()  # which ends the container
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_CLOSED_S)
             self._process.kill()
             self._process.wait()
             if self._reading is not None:
@@ -467,7 +490,7 @@ async def list_problems(settings: dict[str, Any], num: int) -> list[dict[str, An
     finally:
         await server.close()
     resets = settings["resets"] or [{"seed": seed} for seed in range(num)]
-    name = settings["package"] or settings["url"]
+    name = settings["package"] or settings["image"] or settings["url"]
     return [
         {
             "name": f"{name}-{index}",
