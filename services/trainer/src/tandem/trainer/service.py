@@ -38,6 +38,7 @@ from tandem.trainer.step import evaluate
 
 if TYPE_CHECKING:
     from tandem.trainer.calls.calls import RankCalls
+    from tandem.trainer.streaming import StreamedGradient
 
 _FETCH_SHARE = 0.25
 """The longest time for fetching samples, as a share of the training step's deadline."""
@@ -94,6 +95,8 @@ class TrainerService:
         self._saving = SavingReplies(context)
         self._calls: RankCalls | None = None
         """None until a front end trains by single calls."""
+        self._streamed: StreamedGradient | None = None
+        """None until groups come before their step is whole."""
 
     def handle(self, command: messages.TrainerCommand, arrays: wire.Arrays) -> None:
         """Carry out one command and reply."""
@@ -108,6 +111,9 @@ class TrainerService:
             case messages.Train():
                 with self._context.phase(f"training step {command.step}"):
                     self._train(command, self._table(command, arrays), arrays)
+            case messages.StreamGroups():
+                with self._context.phase(f"training on groups of step {command.step}"):
+                    self._stream(command, self._table(command, arrays), arrays)
             case messages.Evaluate():
                 with self._context.phase(f"evaluating step {command.step}"):
                     self._evaluate(command, self._table(command, arrays), arrays)
@@ -154,7 +160,9 @@ class TrainerService:
             dist.destroy_process_group()
         self._parts = self._store = None
 
-    def _table(self, command: messages.Train | messages.Evaluate, arrays: wire.Arrays) -> SampleBatch:
+    def _table(
+        self, command: messages.Train | messages.StreamGroups | messages.Evaluate, arrays: wire.Arrays
+    ) -> SampleBatch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
@@ -176,7 +184,10 @@ class TrainerService:
         return table
 
     def _read_samples(
-        self, command: messages.Train | messages.Evaluate, table: SampleBatch, arrays: wire.Arrays
+        self,
+        command: messages.Train | messages.StreamGroups | messages.Evaluate,
+        table: SampleBatch,
+        arrays: wire.Arrays,
     ) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         rank_table = table.take(table.rows_of(self._rank))
@@ -231,8 +242,9 @@ class TrainerService:
         if parts.weight_client is not None:
             parts.weight_client.abandon_digest()
         self._memory.begin()
+        train = step.train if self._streamed is None else self._streamed.train
         with self._training_state() as backend, measured(backend.device) as time:
-            result = step.train(
+            result = train(
                 backend,
                 shard.table,
                 shard.samples,
@@ -270,8 +282,25 @@ class TrainerService:
         )
         self._context.reply(command.command_id, reply)
 
+    def _stream(self, command: messages.StreamGroups, table: SampleBatch, arrays: wire.Arrays) -> None:
+        """Add the gradient of groups that are there before the others of their step, if every rank has its samples.
+
+        Otherwise they are trained on with the others. The step's `Train` then says which samples are missing.
+        """
+        from tandem.trainer.streaming import StreamedGradient  # other runs need none of it
+
+        shard, num_tokens, parts = self._fetch_shard(command, table, arrays), 0, self._built()
+        if self._streamed is None:
+            self._streamed = StreamedGradient(parts.backend, self._config, keeps_logprobs=parts.recorder is not None)
+        if not isinstance(shard, messages.SamplesMissing):
+            self._streamed.begin(command.step)
+            with self._training_state():
+                num_tokens = self._streamed.add(shard.table, shard.samples)
+        reply = messages.GroupsStreamed(command_id=command.command_id, step=command.step, num_tokens=num_tokens)
+        self._context.reply(command.command_id, reply)
+
     def _fetch_shard(
-        self, command: messages.Train, table: SampleBatch, arrays: wire.Arrays
+        self, command: messages.Train | messages.StreamGroups, table: SampleBatch, arrays: wire.Arrays
     ) -> TrainingShard | messages.SamplesMissing:
         """Return the table and this rank's sequences, fetched or sent with the command, or what any rank lacks.
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -446,11 +446,20 @@ def assemble(
         ),
         lasting,
         algorithm,
-        StepBatches(config, algorithm, sources),
+        _make_batches(config, algorithm, sources),
         recorder,
         partial(_find_restored, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
     return loop, live
+
+
+def _make_batches(config: Config, algorithm: RunningAlgorithm, sources: Mapping[str, Listener]) -> StepBatches:
+    """Make what makes batches: of whole steps, or of groups as they come as well."""
+    if not config.streams_training:
+        return StepBatches(config, algorithm, sources)
+    from tandem.coordinator.loop.streaming import StreamingBatches  # other runs need none of it
+
+    return StreamingBatches(config, algorithm, sources)
 
 
 class _MediaScheduler(Scheduler):
