@@ -21,6 +21,8 @@ from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.streaming import StreamedGradient
 from tests.harness.trainers.trainer_harness import make_config, make_groups, make_model, run_ranks
 
+pytestmark = pytest.mark.usefixtures("rank_server")
+
 NUM_GROUPS, NUM_SAMPLES = 6, 4
 PARTS = ([0, 3], [1])
 """Groups that come before the others, in two parts."""
@@ -91,7 +93,8 @@ def take_step(
     gradients: dict[str, NDArray[Any]] = {}
 
     def note(*_: Any) -> None:
-        gradients.update({name: whole(each.grad) for name, each in backend.policy.parameters.items()})
+        parameters = backend.policy.parameters.items()
+        gradients.update({name: whole(each.grad) for name, each in parameters if each.grad is not None})
 
     backend.policy.optimizer.register_step_pre_hook(note)
     samples = shard_of(table, np.arange(len(table)))
