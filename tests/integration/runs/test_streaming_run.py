@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness import leaks
 from tests.harness.runs.asynchronous_runs import ASYNCHRONOUS, check_steps
+from tests.harness.runs.harried import coordinator_of
 from tests.harness.runs.held_runs import await_hold, go_on, hold
 from tests.harness.runs.running import (
     HOLDS,
@@ -90,10 +91,7 @@ def test_what_is_killed_while_groups_are_streamed_is_replaced(kind: str) -> None
         await_hold(run, "step 2/16")
         children = run.children()
         time.sleep(1.0)  # what is there meanwhile is streamed
-        if kind == "coordinator":
-            (process,) = [p for p in children if p.ppid() == run.process.pid and " up " in " ".join(p.cmdline())][:1]
-        else:
-            process = process_of(run, kind)
+        process = coordinator_of(run) if kind == "coordinator" else process_of(run, kind)
         process.kill()
         go_on()
         assert run.wait() == 0, run.output()
