@@ -9,8 +9,8 @@ No order of the same work ends sooner than the slower of generation and training
 synchronous run took them. Generation for several steps at once may be faster than that, since long responses of several
 steps are then generated together.
 
-A reward is the share of a response's characters that are among some, which the policy learns within these steps. Each seed
-runs every way in turns. What older samples cost is the reward by step beside that of the synchronous runs.
+A reward is the share of a response's characters that are among some, which the policy learns within these steps. Each
+seed runs every way in turns. What older samples cost is the reward by step beside that of the synchronous runs.
 
 ``BENCHMARK_STEPS=6`` makes a quick run of the same, and ``BENCHMARK_SEEDS=1`` of one seed.
 """

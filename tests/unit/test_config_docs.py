@@ -64,6 +64,8 @@ NEW_KEYS = [
     "eval.top_k",
     "eval.top_p",
     "grpo.adv_estimator.scale_rewards",
+    "grpo.async_grpo.streaming_training",
+    "ppo.async_ppo.streaming_training",
     "grpo.num_iterations",
     "grpo.scale_rewards",
     "grpo.set_aside_outliers",

@@ -1,4 +1,4 @@
-"""Whole runs that train on a step's first groups while its last are generated, undisturbed and with processes killed."""
+"""Whole runs that train on a step's first groups while its last are generated, also with processes killed."""
 
 from __future__ import annotations
 

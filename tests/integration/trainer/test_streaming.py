@@ -65,7 +65,7 @@ def whole(tensor: torch.Tensor) -> NDArray[Any]:
 def take_step(
     rank: int, config: Config, batch: SampleBatch, parts: Sequence[Sequence[int]], final: Mapping[str, NDArray[Any]]
 ) -> Stepped:
-    """Train on a batch whose groups come in these parts, and then the others; `final` are columns of the whole batch."""
+    """Train on a batch whose groups come in parts, and then the others; `final` are columns of the whole batch."""
     backend = DTensorBackend(config, checkpoint=None)
     sharding = BatchSharding.of(config, shares_prompts=backend.shares_prompts)
     sharding = msgspec.structs.replace(sharding, num_ranks=backend.data_parallel_size)

@@ -1,7 +1,7 @@
 """Streaming training on one rank: the gradient of a step's groups as they come, and then its optimizer step.
 
 While the last groups of a step are generated, `StreamedGradient.add` computes the gradient of those that are there.
-The loss is a mean over the tokens, or sequences, of the whole batch, whose number nobody knows yet. So the gradients
+The loss is a mean over the tokens, or sequences, of the whole batch, whose number is not known yet. So the gradients
 that add up are those of sums, and `StreamedGradient.train` divides them once, before they are clipped. This is exact
 where the loss has one divisor (`tandem.config.checks.streaming`): g = (g_1 + ... + g_n) / N with the gradients g_i of
 sums over some groups, and N tokens, or sequences, in all of them.
@@ -119,11 +119,11 @@ class StreamedGradient:
         rows = self._find_rows(table)
         if rows is None:
             self.forget()
-            return _without_streaming(train())
+            return mark_unstreamed(train())
         try:
             return self._finish(table, samples, rows)
         except (NotFiniteError, OutlierError):  # computed again, group by group, it can be named and set aside
-            return _without_streaming(train())
+            return mark_unstreamed(train())
         finally:
             self.forget()
 
@@ -158,8 +158,8 @@ class StreamedGradient:
     def _finish(self, table: SampleBatch, samples: SampleBatch, rows: Int64s) -> TrainResult:
         """Add the gradient of the rest, and take the optimizer step. Raises `NotFiniteError` or `OutlierError`."""
         seconds = {"policy_training": 0.0, **dict.fromkeys(ALWAYS_TIMED, 0.0)}
-        whole = TrainingStep(self._backend, table, samples, self._config)
-        counts, all_rows = whole.counts(range(len(table))), np.arange(len(table))
+        whole_step = TrainingStep(self._backend, table, samples, self._config)
+        counts, all_rows = whole_step.counts(range(len(table))), np.arange(len(table))
         streamed = {
             "streamed_s": self._seconds,
             "streamed_share": float(table.num_valid_S[rows].sum() / max(1, counts.tokens)),
@@ -167,7 +167,7 @@ class StreamedGradient:
         is_rest = ~np.isin(all_rows, rows)
         with timed(seconds, "policy_training"):
             if is_rest.any():
-                of_rank = is_rest[whole.shard.rows]
+                of_rank = is_rest[whole_step.shard.rows]
                 self._add(table.take(np.flatnonzero(is_rest)), samples.take(np.flatnonzero(of_rank)), seconds)
             is_mean_of_sequences = self._config.loss_fn.is_mean_of_sequences
             optimizer_step = self._step_optimizer(max(1, counts.sequences if is_mean_of_sequences else counts.tokens))
@@ -177,14 +177,14 @@ class StreamedGradient:
         assert self._report is not None, "something was added"
         report = Report(self._report.names, counts.tokens, self._backend.device)
         report.sums += self._report.sums
-        means = (whole.shard.replicas.sum(report.sums) / max(1, report.count)).tolist()
+        means = (whole_step.shard.replicas.sum(report.sums) / max(1, report.count)).tolist()
         return TrainResult(
             metrics={
                 **dict(zip(report.names, means, strict=True)),
                 "loss": optimizer_step.loss,
                 "grad_norm": optimizer_step.grad_norm,
                 "learning_rate": optimizer_step.learning_rate,
-                **whole.numbers([range(len(table))]),
+                **whole_step.numbers([range(len(table))]),
                 **streamed,
             },
             seconds=seconds,
@@ -208,7 +208,7 @@ class StreamedGradient:
         return optimizer_step
 
 
-def _without_streaming(result: TrainResult) -> TrainResult:
+def mark_unstreamed(result: TrainResult) -> TrainResult:
     """Return the result of a step that was computed at once, after its last group."""
     result.metrics.update(streamed_s=0.0, streamed_share=0.0)
     return result

@@ -1,4 +1,4 @@
-"""Rules for streaming training: what the gradient of a group depends on must be known before the step's last group."""
+"""Rules for streaming training: the gradient of a group must be known before the others are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches of runs with streaming training: of a step's groups as they come, and then of the whole step.
+"""Batches where trainers get a step's groups as they come: of some groups, and then of the whole step.
 
 Each rank trains on the sequences that it was given first. So it fetches nothing twice, and the step's table says of
 every sequence where its gradient is.
@@ -59,17 +59,21 @@ class StreamingBatches(StepBatches):
 
     def make(self, action: DispatchBatch, records: Sequence[SampleRecord]) -> MadeBatch:
         """Make the batch of a step, in which sequences stay with the ranks that have trained on them."""
-        made = super().make(action, records)
+        made_batch = super().make(action, records)
         if action.purpose != "train" or action.step != self._step:
-            return made
-        batch = made.batch
+            return made_batch
+        batch = made_batch.batch
         rank_S = np.array([self._rank_of.get(place, -1) for place in _places_of(batch)], dtype=np.int32)
-        rest = np.flatnonzero(rank_S < 0)
-        if len(rest):
+        new_rows = np.flatnonzero(rank_S < 0)
+        if len(new_rows):
             sharding = BatchSharding.of(self._config, shares_prompts=self._shares_prompts)
-            rank_S[rest] = sharding.ranks(batch.lengths_S[rest], batch.prompt_S[rest], batch.branch_S[rest])
-        commands = [(trainer, command, {**arrays, "rank_S": rank_S}) for trainer, command, arrays in made.commands]
-        return MadeBatch(batch.replace(rank_S=rank_S), made.metrics, commands)
+            rank_S[new_rows] = sharding.ranks(
+                batch.lengths_S[new_rows], batch.prompt_S[new_rows], batch.branch_S[new_rows]
+            )
+        commands = [
+            (trainer, command, {**arrays, "rank_S": rank_S}) for trainer, command, arrays in made_batch.commands
+        ]
+        return MadeBatch(batch.replace(rank_S=rank_S), made_batch.metrics, commands)
 
 
 def _places_of(batch: SampleBatch) -> list[SequencePlace]:

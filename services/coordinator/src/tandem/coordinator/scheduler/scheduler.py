@@ -29,8 +29,10 @@ The rules, each of which fires when its condition over the tables holds:
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
 | train | its groups are ready, their versions verified, and no engine reads weights or is built | every rank trains |
-| stream | trainers are idle, and some groups are ready | every rank computes their gradient |
 | finish | the last step is committed, and nothing is pending | the run ends |
+
+With streaming training there is one more, asked right after *train*: `rules.streaming` gives trainers the groups that
+are ready before their step is whole.
 
 A rule is a function of the tables. It returns None if it does not fire, and else its actions. These may be none if it
 has changed the tables. The first rule that can fire does, and then again the first that can. A rule is asked only if a
