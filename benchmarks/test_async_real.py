@@ -40,7 +40,7 @@ NUM_SEEDS = int(os.environ.get("BENCHMARK_SEEDS", sized("3", "1")))
 NUM_WARMUP, NUM_LAST = sized(4, 1), sized(5, 1)
 TIMEOUT_S = 400.0
 NUM_PROMPTS, NUM_SAMPLES = sized((16, 4), (8, 2))
-SHORT, LONG = sized((16, 128), (2, 16))
+SHORT, LONG = sized((12, 96), (2, 16))
 LETTERS = "".join(map(chr, range(0x100, 0x100 + 256)))
 REWARDED = LETTERS[:64]
 AGES = (1, 2, 4)
@@ -77,11 +77,11 @@ CONFIG: dict[str, Any] = {
             "characters": LETTERS,
             "config": {
                 "model_type": "qwen3",
-                "hidden_size": sized(256, 32),
-                "intermediate_size": sized(768, 64),
+                "hidden_size": sized(192, 32),
+                "intermediate_size": sized(576, 64),
                 "num_hidden_layers": sized(4, 2),
-                "num_attention_heads": sized(4, 2),
-                "num_key_value_heads": sized(2, 1),
+                "num_attention_heads": sized(3, 2),
+                "num_key_value_heads": 1,
                 "head_dim": sized(64, 16),
                 "tie_word_embeddings": True,
             },
@@ -221,8 +221,10 @@ def test_async_real(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     )
     keep_ratios(benchmark, "times as fast as synchronous", times, aim=1.7)
     keep_ratios(benchmark, "share of the bound", shares, aim=0.9)
-    rewards = {way: mean / last[SYNCHRONOUS][0] for way, (mean, _, _) in last.items() if way != SYNCHRONOUS}
+    base = last[SYNCHRONOUS][0] or 1.0  # tiny runs may have no reward
+    rewards = {way: mean / base for way, (mean, _, _) in last.items() if way != SYNCHRONOUS}
     keep_ratios(benchmark, "reward of the last steps, share of synchronous", rewards)
     print(f"\ngeneration {generation_s:.3f} s, training {training_s:.3f} s of a synchronous step")
     print_ways(runs, seconds, bound_s, last)
-    assert IS_SMOKE or NUM_STEPS < 20 or min(rewards.values()) > 0.8, "older samples teach nearly as much"
+    if NUM_STEPS >= 20:
+        assert min(rewards["age 1"], rewards[STREAMING]) > 0.85, "samples of a step before teach nearly as much"

@@ -31,16 +31,13 @@ The rules, each of which fires when its condition over the tables holds:
 | train | its groups are ready, their versions verified, and no engine reads weights or is built | every rank trains |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
-With streaming training there is one more, asked right after *train*: `rules.streaming` gives trainers the groups that
-are ready before their step is whole.
-
 A rule is a function of the tables. It returns None if it does not fire, and else its actions. These may be none if it
 has changed the tables. The first rule that can fire does, and then again the first that can. A rule is asked only if a
 table that it reads has changed since it was last asked (`agenda`). `RULES` declares the tables of each.
 
 Synchronous training is an age of zero: generation for a step waits until the weights of the step before are published.
 An algorithm over a data set has no engines, so the rules about engines do not fire. An error on the way ends the run
-(`start_and_end.fail`).
+(`start_and_end.fail`). Streaming training has one rule more, asked right after *train* (`rules.streaming`).
 """
 
 from __future__ import annotations
