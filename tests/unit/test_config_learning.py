@@ -340,7 +340,7 @@ def test_engines_generate_during_training_on_devices_of_their_own() -> None:
     )
 
 
-STREAMED = {"async_grpo": {"enabled": True, "streaming_training": True}}
+STREAMED = {"streaming_training": True}
 WHOLE = {"train_global_batch_size": 64, **APART}
 
 
@@ -348,9 +348,9 @@ def refusal_of(loss_fn: dict[str, Any] | None = None, *, policy: dict[str, Any] 
     """Return why streaming training is refused with these settings; empty if it is not."""
     size = {"num_prompts_per_step": 8, "num_generations_per_prompt": 8}
     try:
-        configure(CORRECTION | (loss_fn or {}), STREAMED | size | grpo, **WHOLE, **(policy or {}))
+        configure(CORRECTION | (loss_fn or {}), STREAMED | size | grpo, **WHOLE | (policy or {}))
     except ConfigError as error:
-        return str(error).partition("grpo.async_grpo.streaming_training: true, but ")[2] or str(error)
+        return str(error).partition("grpo.streaming_training: true, but ")[2] or str(error)
     return ""
 
 
@@ -361,15 +361,16 @@ def test_groups_are_trained_on_as_they_come_where_each_determines_its_gradient()
     assert refusal_of({"loss_type": "dr_grpo"}) == ""
     shaping = {"enabled": True, "max_response_length": 8, "overlong_buffer_length": 4, "overlong_buffer_penalty": 1.0}
     assert refusal_of(reward_shaping=shaping) == ""
-    in_vain = configure(grpo={"async_grpo": {"streaming_training": True}})
-    assert notices(in_vain) == [
-        "grpo.async_grpo.streaming_training (true) has no effect: grpo.async_grpo.enabled is false"
-    ]
+    assert refusal_of(async_grpo={"enabled": True}) == ""
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        (
+            {"policy": {"generation": {"colocated": {"enabled": True}}}},
+            "policy.generation.colocated.enabled is true: engines generate while trainers train",
+        ),
         ({"num_iterations": 2}, "grpo.num_iterations is 2: the whole batch has to be there for a second pass"),
         ({"num_prompts_per_step": 16}, "policy.train_global_batch_size is 64: a step of 128 samples must be one batch"),
         ({"use_dynamic_sampling": True}, "grpo.use_dynamic_sampling is true: which groups count is known at the end"),
@@ -404,13 +405,6 @@ def test_groups_are_trained_on_as_they_come_where_each_determines_its_gradient()
 )
 def test_streaming_training_is_refused_where_the_whole_batch_is_needed(settings: dict[str, Any], expected: str) -> None:
     assert refusal_of(**settings) == expected
-
-
-def test_streaming_training_is_for_grpo_alone() -> None:
-    known = make_plain(configure(CORRECTION, {}, **APART)) | {"algorithm": "ppo"}
-    known = {key: value for key, value in known.items() if key not in ("grpo", "value")}
-    with pytest.raises(ConfigError, match=r"ppo\.async_ppo\.streaming_training: true, but algorithm is ppo: its adv"):
-        build_config(known | {"ppo": {"async_ppo": STREAMED["async_grpo"]}})
 
 
 def test_ppo_is_asynchronous_by_a_section_of_its_own() -> None:

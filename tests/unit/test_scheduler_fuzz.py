@@ -569,10 +569,8 @@ def make(
         deadlines=FOREVER,
     )
     if streams:
-        age, streaming = max(1, spec.max_trajectory_age_steps), StreamingTraining(min_groups=draw.choice([1, 2]))
-        spec = msgspec.structs.replace(
-            spec, streaming=streaming, max_trajectory_age_steps=age, dynamic_sampling=None, engines_first=False
-        )
+        streaming = StreamingTraining(min_groups=draw.choice([1, 2]))
+        spec = msgspec.structs.replace(spec, streaming=streaming, dynamic_sampling=None, engines_first=False)
     troubles = Troubles(
         loss=draw.choice([0.0, 0.01, 0.05]),
         trainer_loss=draw.choice([0.0, 0.002, 0.01]) if loses_others else 0.0,

@@ -42,7 +42,7 @@ class Late:
 STREAMING: dict[str, Any] = merged(
     ASYNCHRONOUS,
     {
-        "grpo": {"async_grpo": {"streaming_training": True}},
+        "grpo": {"streaming_training": True},
         "loss_fn": {"reference_policy_kl_penalty": 0.01},
         "policy": {"train_micro_batch_size": 4, "generation": {"async_engine": True}},
         "env": {"late": {"class": "late.Late", "num_workers": 16, "timeout_s": 600.0}},
@@ -76,8 +76,17 @@ def test_a_run_trains_on_groups_as_they_come(trainers: int) -> None:
     assert has_streamed()
 
 
+def test_a_synchronous_run_streams_groups_of_its_newest_weights() -> None:
+    ran = coordinator("up", write_streaming({"grpo": {"max_num_steps": 8, "async_grpo": {"enabled": False}}}))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    steps = steps_of("run")
+    assert [step.step for step in steps] == [*range(1, 9)]
+    assert {step.metrics["sampling_importance_ratio"] for step in steps} == {pytest.approx(1.0, abs=1e-3)}
+    assert has_streamed()
+
+
 def test_without_the_key_no_group_is_streamed() -> None:
-    over = {"grpo": {"max_num_steps": 2, "async_grpo": {"streaming_training": False}}}
+    over = {"grpo": {"max_num_steps": 2, "streaming_training": False}}
     assert coordinator("up", write_streaming(over)).returncode == 0
     assert not any("streamed_share" in step.metrics for step in steps_of("run"))
 

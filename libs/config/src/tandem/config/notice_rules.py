@@ -268,7 +268,7 @@ def _notice_asynchronous(config: Config) -> Iterator[str]:
         return
     if config.refit.keep_copy == "on":
         yield describe_without_effect("refit.keep_copy", "on", f"{key}.enabled is false")
-    for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates", "streaming_training"):
+    for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
         if getattr(asynchronous, name):
             yield describe_without_effect(f"{key}.{name}", True, f"{key}.enabled is false")
 

@@ -14,14 +14,13 @@ def check_groups_determine_their_gradient(config: Config) -> None:
     if not config.streams_training:
         return
     for key, value, reason in _list_obstacles(config):
-        raise InvalidValue(f"{config.asynchronous_key}.streaming_training", f"true, but {key} is {value}: {reason}")
+        raise InvalidValue("grpo.streaming_training", f"true, but {key} is {value}: {reason}")
 
 
 def _list_obstacles(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield the settings that streaming training cannot work with: key, value and reason."""
-    if config.algorithm != "grpo":
-        yield "algorithm", config.algorithm, "its advantages need the whole batch"
-        return
+    if config.is_colocated:
+        yield "policy.generation.colocated.enabled", "true", "engines generate while trainers train"
     if config.policy.megatron_cfg.enabled:
         yield "policy.megatron_cfg.enabled", "true", "only the DTensor backend adds up gradients over several commands"
     if config.num_passes > 1:

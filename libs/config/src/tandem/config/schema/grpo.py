@@ -91,10 +91,6 @@ class AsyncGrpo(ConfigSection, frozen=True, kw_only=True):
     recompute_kv_cache_after_weight_updates: bool = False
     """With `in_flight_weight_updates`: running requests recompute the keys and values of all their tokens with the
     new weights. Otherwise they keep the old ones."""
-    streaming_training: bool = False
-    """New. true: while the last groups of a step are generated, trainers compute the gradient of those that are there.
-    The optimizer step is the same. Only for GRPO on the DTensor backend, with one optimizer step a step and a loss that
-    each group determines by itself."""
 
 
 class RolloutsConfig(ConfigSection, frozen=True, kw_only=True):
@@ -251,6 +247,10 @@ class GrpoConfig(RolloutsConfig, frozen=True, kw_only=True):
     all tokens. Excluded sequences count in their group's baseline. Null keeps all; otherwise a separate pass
     computes the log-probabilities."""
     async_grpo: AsyncGrpo = AsyncGrpo()
+    streaming_training: bool = False
+    """New. true: while the last groups of a step are generated, trainers compute the gradient of those that are there.
+    The optimizer step is the same but for rounding. It needs engines on devices of their own, as `async_grpo` does, the
+    DTensor backend, one optimizer step a step, and a loss to which each group contributes by itself."""
 
     @cached_property
     def penalises_turns(self) -> bool:

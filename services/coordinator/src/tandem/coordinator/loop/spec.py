@@ -86,7 +86,7 @@ def _balance(config: Config) -> EngineBalance | None:
 
 def _streaming(config: Config) -> StreamingTraining | None:
     """Return the fewest groups with which each data-parallel rank has a micro-batch, or a sequence to pack."""
-    if not config.generates or not config.streams_training:
+    if not config.streams_training:
         return None
     policy = config.policy
     is_by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
