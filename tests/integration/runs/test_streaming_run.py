@@ -81,7 +81,8 @@ def test_a_synchronous_run_streams_groups_of_its_newest_weights() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     steps = steps_of("run")
     assert [step.step for step in steps] == [*range(1, 9)]
-    assert {step.metrics["sampling_importance_ratio"] for step in steps} == {pytest.approx(1.0, abs=1e-3)}
+    for step in steps:  # the weights that generate are those that are trained
+        assert step.metrics["sampling_importance_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert has_streamed()
 
 
