@@ -111,6 +111,7 @@ def compare(
     world_size: int = 1,
     parts: Sequence[Sequence[int]] = PARTS,
     final: Mapping[str, NDArray[Any]] = {},
+    advantage: float | None = None,
     **settings: Any,
 ) -> Stepped:
     """Assert that a step is the same with streaming; return what its first rank says with it."""
@@ -118,6 +119,8 @@ def compare(
     size = {"num_prompts_per_step": NUM_GROUPS, "num_generations_per_prompt": NUM_SAMPLES}
     config = make_config(make_model(folder / "model"), grpo=size, trainers=world_size, **settings, **policy)
     batch = make_groups(*[NUM_SAMPLES] * NUM_GROUPS, seed=4, max_response=18)
+    if advantage is not None:
+        batch.advantages_S[3 * NUM_SAMPLES] = advantage
     plain, streamed = (run_ranks(world_size, take_step, config, batch, each, final) for each in ([], parts))
     starts = batch.offsets()
     by_row: list[dict[int, NDArray[Any]]] = []
@@ -185,3 +188,9 @@ def test_what_the_whole_batch_has_otherwise_is_computed_again(tmp_path: Path, co
     changed_S[table.group_S == 3] = 0 if column == "num_valid_S" else 77  # generated again, or set aside
     streamed = compare(tmp_path, 2, final={column: changed_S})
     assert streamed.metrics["streamed_share"] == 0.0
+
+
+def test_a_step_that_would_not_be_finite_is_computed_again_without_the_group(tmp_path: Path) -> None:
+    streamed = compare(tmp_path, advantage=3e38)
+    assert streamed.metrics["streamed_share"] == 0.0
+    assert streamed.metrics["groups_set_aside/loss"] == 1.0

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tandem.trainer.calls.calls import RankCalls
     from tandem.trainer.streaming import StreamedGradient
 
+BatchCommand = messages.Train | messages.StreamGroups | messages.Evaluate
+"""The commands with a batch's table."""
 _FETCH_SHARE = 0.25
 """The longest time for fetching samples, as a share of the training step's deadline."""
 
@@ -96,7 +98,8 @@ class TrainerService:
         self._calls: RankCalls | None = None
         """None until a front end trains by single calls."""
         self._streamed: StreamedGradient | None = None
-        """None until groups come before their step is whole."""
+        """None without streaming training."""
+        self._take_step = step.train
 
     def handle(self, command: messages.TrainerCommand, arrays: wire.Arrays) -> None:
         """Carry out one command and reply."""
@@ -112,8 +115,7 @@ class TrainerService:
                 with self._context.phase(f"training step {command.step}"):
                     self._train(command, self._table(command, arrays), arrays)
             case messages.StreamGroups():
-                with self._context.phase(f"training on groups of step {command.step}"):
-                    self._stream(command, self._table(command, arrays), arrays)
+                self._stream(command, arrays)
             case messages.Evaluate():
                 with self._context.phase(f"evaluating step {command.step}"):
                     self._evaluate(command, self._table(command, arrays), arrays)
@@ -160,9 +162,7 @@ class TrainerService:
             dist.destroy_process_group()
         self._parts = self._store = None
 
-    def _table(
-        self, command: messages.Train | messages.StreamGroups | messages.Evaluate, arrays: wire.Arrays
-    ) -> SampleBatch:
+    def _table(self, command: BatchCommand, arrays: wire.Arrays) -> SampleBatch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
@@ -185,7 +185,7 @@ class TrainerService:
 
     def _read_samples(
         self,
-        command: messages.Train | messages.StreamGroups | messages.Evaluate,
+        command: BatchCommand,
         table: SampleBatch,
         arrays: wire.Arrays,
     ) -> SampleBatch:
@@ -220,6 +220,12 @@ class TrainerService:
         self._parts = parts = building.build_parts(self._context, command, self._store, self._model_group)
         assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shards by this number"
         self._version = command.version
+        if self._config.streams_training:
+            from tandem.trainer.streaming import StreamedGradient  # other runs need none of it
+
+            keeps_logprobs = parts.recorder is not None
+            self._streamed = StreamedGradient(parts.backend, self._config, keeps_logprobs=keeps_logprobs)
+            self._take_step = self._streamed.train
         self._context.reply(command.command_id, parts.built(command))
 
     def _copy(self, command: messages.CopyWeights) -> None:
@@ -242,9 +248,8 @@ class TrainerService:
         if parts.weight_client is not None:
             parts.weight_client.abandon_digest()
         self._memory.begin()
-        train = step.train if self._streamed is None else self._streamed.train
         with self._training_state() as backend, measured(backend.device) as time:
-            result = train(
+            result = self._take_step(
                 backend,
                 shard.table,
                 shard.samples,
@@ -282,20 +287,19 @@ class TrainerService:
         )
         self._context.reply(command.command_id, reply)
 
-    def _stream(self, command: messages.StreamGroups, table: SampleBatch, arrays: wire.Arrays) -> None:
+    def _stream(self, command: messages.StreamGroups, arrays: wire.Arrays) -> None:
         """Add the gradient of groups that are there before the others of their step, if every rank has its samples.
 
         Otherwise they are trained on with the others. The step's `Train` then says which samples are missing.
         """
-        from tandem.trainer.streaming import StreamedGradient  # other runs need none of it
-
-        shard, num_tokens, parts = self._fetch_shard(command, table, arrays), 0, self._built()
-        if self._streamed is None:
-            self._streamed = StreamedGradient(parts.backend, self._config, keeps_logprobs=parts.recorder is not None)
-        if not isinstance(shard, messages.SamplesMissing):
-            self._streamed.begin(command.step)
-            with self._training_state():
-                num_tokens = self._streamed.add(shard.table, shard.samples)
+        assert self._streamed is not None, "the coordinator sends this in runs with streaming training"
+        num_tokens = 0
+        with self._context.phase(f"training on groups of step {command.step}"):
+            shard = self._fetch_shard(command, self._table(command, arrays), arrays)
+            if not isinstance(shard, messages.SamplesMissing):
+                self._streamed.begin(command.step)
+                with self._training_state():
+                    num_tokens = self._streamed.add(shard.table, shard.samples)
         reply = messages.GroupsStreamed(command_id=command.command_id, step=command.step, num_tokens=num_tokens)
         self._context.reply(command.command_id, reply)
 

@@ -416,9 +416,7 @@ class CoordinatorLoop:
 
     def _send_batch(self, action: events.DispatchBatch | events.DispatchGroups) -> None:
         """Make a step's batch, and send each trainer its command; keep the samples in it if they are to be logged."""
-        if isinstance(action, events.DispatchGroups):
-            self._send_groups(action)
-            return
+        assert isinstance(action, events.DispatchBatch), "others are for a loop that streams groups"
         of_step = self.scheduler.tables.groups.of_step(action.step, action.purpose)
         records = [] if of_step is None else of_step.records()
         batch, metrics, commands = self._batches.make(action, records)
@@ -428,16 +426,6 @@ class CoordinatorLoop:
             self._send(process, command, arrays)
         if self.scheduler.tables.spec.samples_folder:
             self.recorder.keep_samples(action.step, action.purpose, records, batch)
-
-    def _send_groups(self, action: events.DispatchGroups) -> None:
-        """Make a batch of the step's groups that are there, and send each trainer its command."""
-        from tandem.coordinator.loop.streaming import StreamingBatches  # other runs need none of it
-
-        of_step = self.scheduler.tables.groups.of_step(action.step, "train")
-        assert of_step is not None, "the step is in progress"
-        assert isinstance(self._batches, StreamingBatches), "such runs make batches of groups"
-        for process, command, arrays in self._batches.make_of_groups(action, of_step.records()):
-            self._send(process, command, arrays)
 
     def _keep_record(
         self, action: events.DispatchRecord | events.StepValidated | events.StepRecorded | events.DropRestored

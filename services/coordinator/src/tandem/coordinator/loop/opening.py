@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -435,7 +435,8 @@ def assemble(
     if opened.evaluations is not None:
         stack.enter_context(opened.evaluations.telling(observers.amended))
     recorder = ResultRecorder(config, opened.journal, checkpoints, samples, observers)
-    make = CoordinatorLoop if front_end is None else front_end.loop
+    make_loop, make_batches = _choose_loop(config)
+    make = make_loop if front_end is None else front_end.loop
     schedule = Scheduler if opened.media_at is None else partial(_MediaScheduler, opened.media_at)
     loop = make(
         schedule(
@@ -446,20 +447,20 @@ def assemble(
         ),
         lasting,
         algorithm,
-        _make_batches(config, algorithm, sources),
+        make_batches(config, algorithm, sources),
         recorder,
         partial(_find_restored, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
     return loop, live
 
 
-def _make_batches(config: Config, algorithm: RunningAlgorithm, sources: Mapping[str, Listener]) -> StepBatches:
-    """Make what makes batches: of whole steps, or of groups as they come as well."""
+def _choose_loop(config: Config) -> tuple[type[CoordinatorLoop], type[StepBatches]]:
+    """Return the loop of a run, and what makes its batches: of whole steps, or also of groups as they come."""
     if not config.streams_training:
-        return StepBatches(config, algorithm, sources)
-    from tandem.coordinator.loop.streaming import StreamingBatches  # other runs need none of it
+        return CoordinatorLoop, StepBatches
+    from tandem.coordinator.loop.streaming import StreamingBatches, StreamingLoop  # other runs need none of it
 
-    return StreamingBatches(config, algorithm, sources)
+    return StreamingLoop, StreamingBatches
 
 
 class _MediaScheduler(Scheduler):

@@ -1,4 +1,4 @@
-"""Batches where trainers get a step's groups as they come: of some groups, and then of the whole step.
+"""The loop and batches of runs whose trainers get a step's groups as they come, and then the whole step.
 
 Each rank trains on the sequences that it was given first. So it fetches nothing twice, and the step's table says of
 every sequence where its gradient is.
@@ -17,6 +17,7 @@ from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import MadeBatch, StepBatches
+from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.scheduler.events import DispatchBatch, DispatchGroups, SampleRecord
 from tandem.samples.batch import SampleBatch, is_of_table
 from tandem.samples.batch_sharding import BatchSharding
@@ -74,6 +75,22 @@ class StreamingBatches(StepBatches):
             (trainer, command, {**arrays, "rank_S": rank_S}) for trainer, command, arrays in made_batch.commands
         ]
         return MadeBatch(batch.replace(rank_S=rank_S), made_batch.metrics, commands)
+
+
+class StreamingLoop(CoordinatorLoop):
+    """The loop of runs whose trainers get groups before their step is whole."""
+
+    _batches: StreamingBatches
+
+    def _send_batch(self, action: DispatchBatch | DispatchGroups) -> None:
+        """Make the batch of a step, or of its groups that are there, and send each trainer its command."""
+        if isinstance(action, DispatchBatch):
+            super()._send_batch(action)
+            return
+        of_step = self.scheduler.tables.groups.of_step(action.step, "train")
+        assert of_step is not None, "the step is in progress"
+        for process, command, arrays in self._batches.make_of_groups(action, of_step.records()):
+            self._send(process, command, arrays)
 
 
 def _places_of(batch: SampleBatch) -> list[SequencePlace]:
