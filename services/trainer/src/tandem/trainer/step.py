@@ -309,12 +309,10 @@ def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> di
     return metrics
 
 
-def keep_scores(
-    scored: list[LogprobsOfRows], loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores
-) -> torch.Tensor:
+def keep_scores(scored: list[LogprobsOfRows], loss: Loss, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
     """Return the loss of a micro-batch, and keep its log-probabilities on their device."""
-    scored.append((micro_batch.rows, scores_BT.logprobs.detach()))
-    return loss(micro_batch, scores_BT)
+    scored.append((batch.rows, scores_BT.logprobs.detach()))
+    return loss(batch, scores_BT)
 
 
 def unpad_logprobs(batch: SampleBatch, found_T: Float32s | None, scored: Sequence[LogprobsOfRows]) -> Float32s:
