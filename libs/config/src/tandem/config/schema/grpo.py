@@ -184,6 +184,11 @@ class RolloutsConfig(ConfigSection, frozen=True, kw_only=True):
         return False
 
     @cached_property
+    def streams_groups(self) -> bool:
+        """Whether trainers begin a step with the groups that are there."""
+        return False
+
+    @cached_property
     def num_passes(self) -> int:
         """Passes of a step over its rollout batch."""
         return 1
@@ -283,6 +288,11 @@ class GrpoConfig(RolloutsConfig, frozen=True, kw_only=True):
     def group_estimator(self) -> AdvEstimator:
         """Estimator that turns a group's rewards into advantages."""
         return self.adv_estimator
+
+    @cached_property
+    def streams_groups(self) -> bool:
+        """Whether trainers begin a step with the groups that are there."""
+        return self.streaming_training
 
     @cached_property
     def num_passes(self) -> int:

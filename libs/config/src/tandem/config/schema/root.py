@@ -311,7 +311,7 @@ class Config(ConfigSection, frozen=True, kw_only=True):
     @cached_property
     def streams_training(self) -> bool:
         """Whether trainers compute the gradient of a step's first groups while the last are generated."""
-        return self.generates and self.algorithm == "grpo" and self.grpo.streaming_training
+        return self.generates and self.rollout_section.streams_groups
 
     @cached_property
     def keeps_copy(self) -> bool:
