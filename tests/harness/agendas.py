@@ -91,6 +91,7 @@ class Checked(AskEverything):
             (weights.transfer_groups, RuleTables.WEIGHTS, {}),
             (tables.service, RuleTables.WEIGHTS, {}),
             (tables.steps, RuleTables.STEPS, {}),
+            (tables.streamed, RuleTables.STEPS, {}),  # of the step in progress; only the rule that reads it changes it
             (tables.saving, RuleTables.SAVING, {}),
             (tables.recording, RuleTables.RECORDING, {}),
             (tables.restored, _RESTORED, {}),

@@ -21,6 +21,7 @@ from tandem.common.messages import (
     EngineBuilt,
     Evaluated,
     Generated,
+    GroupsStreamed,
     InstallProgram,
     MemoryUse,
     OpenRendezvous,
@@ -51,6 +52,7 @@ from tandem.coordinator.scheduler.events import (
     CommitStep,
     DispatchBatch,
     DispatchCommand,
+    DispatchGroups,
     DispatchPrompts,
     DispatchRecord,
     DrawPrompts,
@@ -105,12 +107,23 @@ class SentBatch(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
 
 
-Sent = DispatchCommand | DispatchPrompts | SentBatch | DispatchRecord
+class SentGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer is sent by a `DispatchGroups`."""
+
+    process: str
+    command_id: int
+    deadline_s: float
+    step: int
+
+
+Sent = DispatchCommand | DispatchPrompts | SentBatch | SentGroups | DispatchRecord
 """What a process answers."""
 
 
-def sent_batches(action: DispatchBatch) -> list[SentBatch]:
+def sent_batches(action: DispatchBatch | DispatchGroups) -> list[SentBatch] | list[SentGroups]:
     """Return what each trainer is sent, in turn."""
+    if isinstance(action, DispatchGroups):
+        return [SentGroups(process=name, step=action.step, **fields) for name, fields in action.commands.items()]
     return [
         SentBatch(process=process, step=action.step, purpose=action.purpose, **fields)
         for process, fields in action.commands.items()
@@ -160,8 +173,10 @@ def answer(action: Sent) -> Reply:
             return answer_from_disk(action.command)
 
 
-def answer_work(action: DispatchPrompts | SentBatch | DispatchRecord) -> Reply:
+def answer_work(action: DispatchPrompts | SentBatch | SentGroups | DispatchRecord) -> Reply:
     """Return the last reply of a process that generates, trains, evaluates or records."""
+    if isinstance(action, SentGroups):
+        return GroupsStreamed(command_id=action.command_id, step=action.step, num_tokens=1)
     if isinstance(action, DispatchRecord):
         return SamplesRecorded(
             command_id=action.command_id, step=action.step, num_samples=1, num_bytes=100, num_missing=0
@@ -270,8 +285,8 @@ class Cluster:
             if isinstance(action, DispatchPrompts):
                 engine = self.tables.engines.get(action.process)  # none if it is let go right after this
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
-            if isinstance(action, DispatchCommand | DispatchPrompts | DispatchBatch | DispatchRecord):
-                sent = sent_batches(action) if isinstance(action, DispatchBatch) else [action]
+            if isinstance(action, DispatchCommand | DispatchPrompts | DispatchBatch | DispatchGroups | DispatchRecord):
+                sent = sent_batches(action) if isinstance(action, DispatchBatch | DispatchGroups) else [action]
                 self.pending += sent
                 self.commands += sent
             else:

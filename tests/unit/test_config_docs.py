@@ -67,6 +67,7 @@ NEW_KEYS = [
     "grpo.num_iterations",
     "grpo.scale_rewards",
     "grpo.set_aside_outliers",
+    "grpo.streaming_training",
     "grpo.val_seed",
     "grpo.val_temperature",
     "ppo.set_aside_outliers",

@@ -340,6 +340,73 @@ def test_engines_generate_during_training_on_devices_of_their_own() -> None:
     )
 
 
+STREAMED = {"streaming_training": True}
+WHOLE = {"train_global_batch_size": 64, **APART}
+
+
+def refusal_of(loss_fn: dict[str, Any] | None = None, *, policy: dict[str, Any] | None = None, **grpo: Any) -> str:
+    """Return why streaming training is refused with these settings; empty if it is not."""
+    size = {"num_prompts_per_step": 8, "num_generations_per_prompt": 8}
+    try:
+        configure(CORRECTION | (loss_fn or {}), STREAMED | size | grpo, **WHOLE | (policy or {}))
+    except ConfigError as error:
+        return str(error).partition("grpo.streaming_training: true, but ")[2] or str(error)
+    return ""
+
+
+def test_groups_are_trained_on_as_they_come_where_each_determines_its_gradient() -> None:
+    assert refusal_of() == ""
+    assert refusal_of({"token_level_loss": False}) == ""
+    assert refusal_of({"entropy_coef": 0.1}) == ""
+    assert refusal_of({"loss_type": "dr_grpo"}) == ""
+    shaping = {"enabled": True, "max_response_length": 8, "overlong_buffer_length": 4, "overlong_buffer_penalty": 1.0}
+    assert refusal_of(reward_shaping=shaping) == ""
+    assert refusal_of(async_grpo={"enabled": True}) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"policy": {"generation": {"colocated": {"enabled": True}}}},
+            "policy.generation.colocated.enabled is true: engines generate while trainers train",
+        ),
+        ({"num_iterations": 2}, "grpo.num_iterations is 2: the whole batch has to be there for a second pass"),
+        ({"num_prompts_per_step": 16}, "policy.train_global_batch_size is 64: a step of 128 samples must be one batch"),
+        ({"use_dynamic_sampling": True}, "grpo.use_dynamic_sampling is true: which groups count is known at the end"),
+        ({"scale_rewards": "batch"}, "grpo.adv_estimator.scale_rewards is batch: its advantages need the whole batch"),
+        (
+            {"adv_estimator": {"name": "reinforce_plus_plus"}},
+            "grpo.adv_estimator.name is reinforce_plus_plus: its advantages need the whole batch",
+        ),
+        (
+            {"seq_logprob_error_threshold": 2.0},
+            "grpo.seq_logprob_error_threshold is 2: a pass over the whole batch leaves sequences out",
+        ),
+        (
+            {"loss_fn": {"loss_type": "bnpo"}},
+            "loss_fn.loss_type is bnpo: it depends on what is together in a micro-batch",
+        ),
+        (
+            {"loss_fn": {"positive_example_nll_weight": 0.1}},
+            "loss_fn.positive_example_nll_weight is 0.1: it divides by the tokens of samples with a reward",
+        ),
+        (
+            {"loss_fn": {"entropy_coef": 0.1, "token_level_loss": False}},
+            "loss_fn.entropy_coef is 0.1: it divides by tokens, and the rest by sequences",
+        ),
+        ({"loss_fn": {"class": "mine.Loss"}}, "loss_fn.class is mine.Loss: what it divides by is not known"),
+        (
+            {"policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dropout": 0.1}}}},
+            "the adapters' dropout is 0.1: what is dropped depends on a micro-batch's place",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_streaming_training_is_refused_where_the_whole_batch_is_needed(settings: dict[str, Any], expected: str) -> None:
+    assert refusal_of(**settings) == expected
+
+
 def test_ppo_is_asynchronous_by_a_section_of_its_own() -> None:
     ppo = {"async_ppo": ASYNCHRONOUS["async_grpo"]}
     known = make_plain(configure(CORRECTION, {}, **APART)) | {"algorithm": "ppo"}

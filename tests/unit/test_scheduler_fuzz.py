@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, SentBatch, answer, sent_batches
+from cluster_harness import GRPO, Cluster, SentBatch, SentGroups, answer, sent_batches
 
 from tandem.common.errors import ServiceLost
 from tandem.common.messages import (
@@ -44,6 +44,7 @@ from tandem.coordinator.scheduler.events import (
     CommitStep,
     DispatchBatch,
     DispatchCommand,
+    DispatchGroups,
     DispatchPrompts,
     DrawPrompts,
     EngineDraining,
@@ -59,8 +60,16 @@ from tandem.coordinator.scheduler.events import (
     StopRequested,
     TimePassed,
 )
+from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.requests import RunPhase
-from tandem.coordinator.scheduler.spec import CommandDeadlines, DynamicSampling, EngineBalance, RunSpec
+from tandem.coordinator.scheduler.spec import (
+    CommandDeadlines,
+    DynamicSampling,
+    EngineBalance,
+    RunSpec,
+    StreamingTraining,
+)
+from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import AskEverything, Checked
 
@@ -78,7 +87,7 @@ FOREVER = CommandDeadlines(
 )
 BACKGROUND = (ReportDigests, ConnectTransferGroup)
 
-AnyCommand: TypeAlias = DispatchCommand | DispatchPrompts | SentBatch
+AnyCommand: TypeAlias = DispatchCommand | DispatchPrompts | SentBatch | SentGroups
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +159,8 @@ class Harried(Cluster):
         self.num_missing: dict[int, int] = {}
         self.verified: set[int] = set()
         """Versions that were proven to be on an engine; of others, which no engine kept so long, no record is due."""
+        self.streamed: set[tuple[int, int, int, int]] = set()
+        """Groups that trainers were given before their step was whole: term, step, number and request."""
         self.is_interrupted = False
         self.num_joined = self.num_let_go = 0
         self.present: set[str] = set()
@@ -185,6 +196,8 @@ class Harried(Cluster):
                 for sent in sent_batches(action):
                     self.forget_pending(sent, ReportDigests)
                 self.check_batch(action.step)
+            case DispatchGroups():
+                self.check_groups(action)
             case DispatchCommand(command=ReportDigests()):
                 self.forget_pending(action, ReportDigests)
             case DispatchCommand(command=Refit(only=only)) if not only or action.process in only:
@@ -327,6 +340,23 @@ class Harried(Cluster):
         else:
             return False
         return True
+
+    def check_groups(self, action: DispatchGroups) -> None:
+        """Assert that trainers are idle, and are given whole groups of proven weights, none of them twice."""
+        of_step = self.tables.groups.of_step(action.step, "train")
+        assert of_step is not None
+        assert self.tables.progress.state is StepState.GENERATING
+        assert action.step == self.tables.step
+        assert not [each for each in self.pending[: -len(action.commands)] if isinstance(each, SentBatch | SentGroups)]
+        for number in action.groups:
+            group = of_step.groups[number]
+            assert group.state is GroupState.READY
+            assert len(group.results) == self.num_samples
+            made_with = [self.made_with[result.components["made"]] for result in group.results.values()]
+            assert all(weights.is_proven and not weights.is_wrong for each in made_with for weights in each)
+            key = self.num_terms, action.step, number, group.request
+            assert key not in self.streamed
+            self.streamed.add(key)
 
     def may_lose(self, name: str) -> bool:
         return self.tables.steps.has_started and self.tables.error is None and name not in self.absent
@@ -518,6 +548,7 @@ def make(
     has_room: bool = True,
     loses_others: bool = False,
     comes_and_goes: bool = False,
+    streams: bool = False,
     agenda: type[RuleAgenda[SchedulerTables]] | None = None,
 ) -> Harried:
     """A run of which everything is drawn from its number. The agenda of every third is checked, which takes time."""
@@ -537,6 +568,9 @@ def make(
         engines_first=seed % 2 == 0,
         deadlines=FOREVER,
     )
+    if streams:
+        streaming = StreamingTraining(min_groups=draw.choice([1, 2]))
+        spec = msgspec.structs.replace(spec, streaming=streaming, dynamic_sampling=None, engines_first=False)
     troubles = Troubles(
         loss=draw.choice([0.0, 0.01, 0.05]),
         trainer_loss=draw.choice([0.0, 0.002, 0.01]) if loses_others else 0.0,
@@ -568,6 +602,21 @@ def with_mesh(reply: Reply) -> Reply:
 
 
 CHUNK = 8
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_trainers_may_be_given_groups_as_they_come_whatever_is_lost(chunk: int) -> None:
+    num_streamed = 0
+    for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
+        cluster = make(seed, streams=True, loses_others=seed % 2 == 1, comes_and_goes=seed % 4 == 2)
+        if seed % 8 == 7:
+            cluster.troubles = msgspec.structs.replace(cluster.troubles, interrupt=0.003)
+        finish = cluster.run()
+        assert finish.outcome == ("interrupted" if cluster.is_interrupted else "finished"), f"seed {seed}: {finish}"
+        num_streamed += len(cluster.streamed)
+        if not cluster.is_interrupted:
+            assert cluster.commits()[-LAST_STEP:] == list(range(1, LAST_STEP + 1)), f"seed {seed}"
+    assert num_streamed > CHUNK
 
 
 @pytest.mark.parametrize("chunk", range(12))

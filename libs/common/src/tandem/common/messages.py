@@ -287,6 +287,27 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """Samples that were set aside, with the reason, and metrics left out because they are not finite."""
 
 
+class StreamGroups(Command, frozen=True, kw_only=True, tag=True):
+    """Add the gradient of some groups of a step, which are there before the others, to that of those before them.
+
+    No weight changes. The `Train` of the step then computes the gradient of the rest alone. Frames: the `TABLE` of
+    these groups.
+    """
+
+    step: Count
+    sources: dict[Name, Listener]
+    """Same as in `Train`."""
+
+
+class GroupsStreamed(Message, frozen=True, kw_only=True, tag=True):
+    """Report that the gradient of the groups is there; of no token if a rank could not fetch its samples."""
+
+    command_id: Count
+    step: Count
+    num_tokens: Count
+    """Tokens of these groups, on all ranks, that count in the loss."""
+
+
 class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
     """Not every rank could fetch its shard, so no weight has changed; every rank says so.
 
@@ -1035,6 +1056,7 @@ TrainerCommand = (
     | BuildTrainer
     | PlaneCommand
     | Train
+    | StreamGroups
     | Evaluate
     | SaveCheckpoint
     | AwaitCheckpoint
@@ -1050,6 +1072,7 @@ TrainerReply = (
     | TrainerBuilt
     | PlaneReply
     | Trained
+    | GroupsStreamed
     | SamplesMissing
     | Evaluated
     | CheckpointCopied

@@ -38,7 +38,10 @@ from tandem.trainer.step import evaluate
 
 if TYPE_CHECKING:
     from tandem.trainer.calls.calls import RankCalls
+    from tandem.trainer.streaming import StreamedGradient
 
+BatchCommand = messages.Train | messages.StreamGroups | messages.Evaluate
+"""The commands with a batch's table."""
 _FETCH_SHARE = 0.25
 """The longest time for fetching samples, as a share of the training step's deadline."""
 
@@ -94,6 +97,9 @@ class TrainerService:
         self._saving = SavingReplies(context)
         self._calls: RankCalls | None = None
         """None until a front end trains by single calls."""
+        self._streamed: StreamedGradient | None = None
+        """None without streaming training."""
+        self._take_step = step.train
 
     def handle(self, command: messages.TrainerCommand, arrays: wire.Arrays) -> None:
         """Carry out one command and reply."""
@@ -108,6 +114,8 @@ class TrainerService:
             case messages.Train():
                 with self._context.phase(f"training step {command.step}"):
                     self._train(command, self._table(command, arrays), arrays)
+            case messages.StreamGroups():
+                self._stream(command, arrays)
             case messages.Evaluate():
                 with self._context.phase(f"evaluating step {command.step}"):
                     self._evaluate(command, self._table(command, arrays), arrays)
@@ -154,7 +162,7 @@ class TrainerService:
             dist.destroy_process_group()
         self._parts = self._store = None
 
-    def _table(self, command: messages.Train | messages.Evaluate, arrays: wire.Arrays) -> SampleBatch:
+    def _table(self, command: BatchCommand, arrays: wire.Arrays) -> SampleBatch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
@@ -176,7 +184,10 @@ class TrainerService:
         return table
 
     def _read_samples(
-        self, command: messages.Train | messages.Evaluate, table: SampleBatch, arrays: wire.Arrays
+        self,
+        command: BatchCommand,
+        table: SampleBatch,
+        arrays: wire.Arrays,
     ) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         rank_table = table.take(table.rows_of(self._rank))
@@ -209,6 +220,12 @@ class TrainerService:
         self._parts = parts = building.build_parts(self._context, command, self._store, self._model_group)
         assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shards by this number"
         self._version = command.version
+        if self._config.streams_training:
+            from tandem.trainer.streaming import StreamedGradient  # other runs need none of it
+
+            keeps_logprobs = parts.recorder is not None
+            self._streamed = StreamedGradient(parts.backend, self._config, keeps_logprobs=keeps_logprobs)
+            self._take_step = self._streamed.train
         self._context.reply(command.command_id, parts.built(command))
 
     def _copy(self, command: messages.CopyWeights) -> None:
@@ -232,7 +249,7 @@ class TrainerService:
             parts.weight_client.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend, measured(backend.device) as time:
-            result = step.train(
+            result = self._take_step(
                 backend,
                 shard.table,
                 shard.samples,
@@ -270,8 +287,24 @@ class TrainerService:
         )
         self._context.reply(command.command_id, reply)
 
+    def _stream(self, command: messages.StreamGroups, arrays: wire.Arrays) -> None:
+        """Add the gradient of groups that are there before the others of their step, if every rank has its samples.
+
+        Otherwise they are trained on with the others. The step's `Train` then says which samples are missing.
+        """
+        assert self._streamed is not None, "the coordinator sends this in runs with streaming training"
+        num_tokens = 0
+        with self._context.phase(f"training on groups of step {command.step}"):
+            shard = self._fetch_shard(command, self._table(command, arrays), arrays)
+            if not isinstance(shard, messages.SamplesMissing):
+                self._streamed.begin(command.step)
+                with self._training_state():
+                    num_tokens = self._streamed.add(shard.table, shard.samples)
+        reply = messages.GroupsStreamed(command_id=command.command_id, step=command.step, num_tokens=num_tokens)
+        self._context.reply(command.command_id, reply)
+
     def _fetch_shard(
-        self, command: messages.Train, table: SampleBatch, arrays: wire.Arrays
+        self, command: messages.Train | messages.StreamGroups, table: SampleBatch, arrays: wire.Arrays
     ) -> TrainingShard | messages.SamplesMissing:
         """Return the table and this rank's sequences, fetched or sent with the command, or what any rank lacks.
 

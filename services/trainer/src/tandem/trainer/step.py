@@ -165,7 +165,7 @@ def train(
                     backend.advance_schedule(model)
     logprobs = None
     if keeps_logprobs and (step.policy_logprobs_T is not None or "policy" in parts):
-        logprobs = partial(_logged, samples, step.policy_logprobs_T, scored or ())
+        logprobs = partial(unpad_logprobs, samples, step.policy_logprobs_T, scored or ())
     metrics = _metrics_of_step(parts)
     if "policy" in step.shards:
         metrics |= step.numbers(step.global_batches) | step.metrics
@@ -278,7 +278,7 @@ class TrainingStep(RankBatch):
         refuses_outliers: bool = False,
     ) -> tuple[Loss, OptimizerStep]:
         loss = make_loss(self.config, self.counts(rows), self.backend.device, model)
-        of_batch: LossOfMicroBatch = loss if scored is None else partial(_keeping, scored, loss)
+        of_batch: LossOfMicroBatch = loss if scored is None else partial(keep_scores, scored, loss)
         micro_batches = self.micro_batches(rows, columns, model)
         return loss, self.backend.train_step(micro_batches, of_batch, model, refuses_outliers=refuses_outliers)
 
@@ -309,13 +309,13 @@ def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> di
     return metrics
 
 
-def _keeping(scored: list[LogprobsOfRows], loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+def keep_scores(scored: list[LogprobsOfRows], loss: Loss, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
     """Return the loss of a micro-batch, and keep its log-probabilities on their device."""
-    scored.append((micro_batch.rows, scores_BT.logprobs.detach()))
-    return loss(micro_batch, scores_BT)
+    scored.append((batch.rows, scores_BT.logprobs.detach()))
+    return loss(batch, scores_BT)
 
 
-def _logged(batch: SampleBatch, found_T: Float32s | None, scored: Sequence[LogprobsOfRows]) -> Float32s:
+def unpad_logprobs(batch: SampleBatch, found_T: Float32s | None, scored: Sequence[LogprobsOfRows]) -> Float32s:
     """Return the log-probabilities of a shard's tokens, NaN for tokens that are not valid.
 
     A pass of their own has found them, or else the loss has scored them.

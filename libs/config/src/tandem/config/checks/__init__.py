@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.user_code import named
-from tandem.config.checks import adapters, data, generation, loss, megatron, model, numbers, run, sizes, vision
+from tandem.config.checks import (
+    adapters,
+    data,
+    generation,
+    loss,
+    megatron,
+    model,
+    numbers,
+    run,
+    sizes,
+    streaming,
+    vision,
+)
 from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.problem import InvalidValue, ProblemCollector, Rule
 from tandem.config.schema import Config
@@ -26,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     *sizes.PROCESS_RULES,
     *run.CLUSTER_RULES,
     *generation.RULES,
+    *streaming.RULES,
     *vision.RULES,
     *numbers.RULES,
 )

@@ -184,6 +184,11 @@ class RolloutsConfig(ConfigSection, frozen=True, kw_only=True):
         return False
 
     @cached_property
+    def streams_groups(self) -> bool:
+        """Whether trainers begin a step with the groups that are there."""
+        return False
+
+    @cached_property
     def num_passes(self) -> int:
         """Passes of a step over its rollout batch."""
         return 1
@@ -247,6 +252,10 @@ class GrpoConfig(RolloutsConfig, frozen=True, kw_only=True):
     all tokens. Excluded sequences count in their group's baseline. Null keeps all; otherwise a separate pass
     computes the log-probabilities."""
     async_grpo: AsyncGrpo = AsyncGrpo()
+    streaming_training: bool = False
+    """New. true: while the last groups of a step are generated, trainers compute the gradient of those that are there.
+    The optimizer step is the same but for rounding. It needs engines on devices of their own, as `async_grpo` does, the
+    DTensor backend, one optimizer step a step, and a loss to which each group contributes by itself."""
 
     @cached_property
     def penalises_turns(self) -> bool:
@@ -279,6 +288,11 @@ class GrpoConfig(RolloutsConfig, frozen=True, kw_only=True):
     def group_estimator(self) -> AdvEstimator:
         """Estimator that turns a group's rewards into advantages."""
         return self.adv_estimator
+
+    @cached_property
+    def streams_groups(self) -> bool:
+        """Whether trainers begin a step with the groups that are there."""
+        return self.streaming_training
 
     @cached_property
     def num_passes(self) -> int:

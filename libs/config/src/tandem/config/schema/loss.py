@@ -129,6 +129,11 @@ class LossFn(DistillationLossConfig, frozen=True, kw_only=True):
         }
 
     @cached_property
+    def is_mean_of_sequences(self) -> bool:
+        """Whether the loss of a batch is divided by its sequences, rather than by its tokens."""
+        return not self.token_level_loss or self.loss_type == "dr_grpo"
+
+    @cached_property
     def environment_columns(self) -> dict[str, str]:
         """Dtypes of its inputs that travel with the batch table, by their name there."""
         custom_columns = self.custom_columns.values()

@@ -309,6 +309,11 @@ class Config(ConfigSection, frozen=True, kw_only=True):
         return self.max_trajectory_age_steps > 0 and self.rollout_section.asynchronous.in_flight_weight_updates
 
     @cached_property
+    def streams_training(self) -> bool:
+        """Whether trainers compute the gradient of a step's first groups while the last are generated."""
+        return self.generates and self.rollout_section.streams_groups
+
+    @cached_property
     def keeps_copy(self) -> bool:
         """Whether trainers keep a copy of their weights for engines to read while they step."""
         if not self.generates:

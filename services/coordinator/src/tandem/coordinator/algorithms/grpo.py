@@ -255,6 +255,15 @@ class GrpoAlgorithm:
             metrics |= self.curriculum.levels.finish(step, metrics)
         return batch, metrics
 
+    def batch_of_groups(self, step: int, records: Sequence[SampleRecord]) -> SampleBatch:
+        """Return the batch of some whole groups of a step that is not over, as `batch` has them.
+
+        That is, where the advantages of a group need no other group.
+        """
+        drawn = {r.scored.group: self._drawn(step, "train", r.scored.group).problem for r in records}
+        prompts = {group: (encoded.prompt_ids, encoded.media) for group, encoded in drawn.items()}
+        return training_batch(self._config, step, records, prompts)[0]
+
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples by prompt, response and reward."""
         return describe_validation(self._validation, samples)

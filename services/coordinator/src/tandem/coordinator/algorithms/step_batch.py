@@ -179,8 +179,8 @@ def training_batch(
     num_samples = grpo.num_generations_per_prompt
     columns, samples = SampleColumns.of(records), [record.scored for record in records]
     all_samples = samples  # dynamic sampling may leave some out
-    place_S = columns.group_S * num_samples + columns.sample_S
-    assert (place_S == np.arange(len(samples))).all(), "groups are whole and in order"
+    place_S, is_next_S = np.arange(len(samples)) % num_samples, np.diff(columns.group_S, prepend=-1) > 0
+    assert ((columns.sample_S == place_S) & (is_next_S == (place_S == 0))).all(), "groups are whole and in order"
     metrics = sample_metrics(config, columns, samples)
     if grpo.use_dynamic_sampling:
         rows, counts = dynamic_sampling(grpo, samples)

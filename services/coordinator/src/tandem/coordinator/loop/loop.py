@@ -425,7 +425,7 @@ class CoordinatorLoop:
                 self._handle(events.RestoredFound(now=time.monotonic(), groups=self._find_restored()))
             case events.DispatchPrompts():
                 self._send_prompts(action)
-            case events.DispatchBatch():
+            case events.DispatchBatch() | events.DispatchGroups():
                 self._send_batch(action)
             case events.DispatchRecord() | events.StepValidated() | events.StepRecorded() | events.DropRestored():
                 self._keep_record(action)
@@ -491,8 +491,9 @@ class CoordinatorLoop:
         )
         self._send(action.process, command, None)
 
-    def _send_batch(self, action: events.DispatchBatch) -> None:
+    def _send_batch(self, action: events.DispatchBatch | events.DispatchGroups) -> None:
         """Make a step's batch, and send each trainer its command; keep the samples in it if they are to be logged."""
+        assert isinstance(action, events.DispatchBatch), "others are for a loop that streams groups"
         of_step = self.scheduler.tables.groups.of_step(action.step, action.purpose)
         records = [] if of_step is None else of_step.records()
         batch, metrics, commands = self._batches.make(action, records)

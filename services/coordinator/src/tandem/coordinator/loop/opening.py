@@ -434,7 +434,8 @@ def assemble(
     if opened.evaluations is not None:
         stack.enter_context(opened.evaluations.telling(observers.amended))
     recorder = ResultRecorder(config, opened.journal, checkpoints, samples, observers)
-    make = CoordinatorLoop if front_end is None else front_end.loop
+    make_loop, make_batches = _choose_loop(config)
+    make = make_loop if front_end is None else front_end.loop
     schedule = Scheduler if opened.media_at is None else partial(_MediaScheduler, opened.media_at)
     loop = make(
         schedule(
@@ -445,11 +446,20 @@ def assemble(
         ),
         lasting,
         algorithm,
-        StepBatches(config, algorithm, sources),
+        make_batches(config, algorithm, sources),
         recorder,
         partial(_find_restored, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
     return loop, live
+
+
+def _choose_loop(config: Config) -> tuple[type[CoordinatorLoop], type[StepBatches]]:
+    """Return the loop of a run, and what makes its batches: of whole steps, or also of groups as they come."""
+    if not config.streams_training:
+        return CoordinatorLoop, StepBatches
+    from tandem.coordinator.loop.streaming import StreamingBatches, StreamingLoop  # other runs need none of it
+
+    return StreamingLoop, StreamingBatches
 
 
 class _MediaScheduler(Scheduler):

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from tandem.common.messages import RewardServer
 from tandem.config import Config
-from tandem.coordinator.scheduler.spec import CommandDeadlines, DynamicSampling, EngineBalance, RunSpec
+from tandem.coordinator.scheduler.spec import (
+    CommandDeadlines,
+    DynamicSampling,
+    EngineBalance,
+    RunSpec,
+    StreamingTraining,
+)
 from tandem.launch.nodes import expected_processes
 
 
@@ -55,6 +63,7 @@ def run_spec(
         replacement_window_s=config.cluster.replacement_window_s,
         balance=_balance(config),
         dynamic_sampling=_dynamic_sampling(config),
+        streaming=_streaming(config),
         deadlines=CommandDeadlines(
             join=deadlines.join_s,
             build=deadlines.build_s,
@@ -73,6 +82,17 @@ def _balance(config: Config) -> EngineBalance | None:
     if not generation.is_async:
         return None
     return EngineBalance(width=generation.width, timeout_s=generation.generation_timeout)
+
+
+def _streaming(config: Config) -> StreamingTraining | None:
+    """Return the fewest groups with which each data-parallel rank has a micro-batch, or a sequence to pack."""
+    if not config.streams_training:
+        return None
+    policy = config.policy
+    is_by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    num_samples = config.data_parallel_size * (1 if is_by_tokens else policy.train_micro_batch_size)
+    num_groups = math.ceil(num_samples / config.rollout_section.num_generations_per_prompt)
+    return StreamingTraining(min_groups=min(num_groups, config.rollout_section.num_prompts_per_step))
 
 
 def _dynamic_sampling(config: Config) -> DynamicSampling | None:

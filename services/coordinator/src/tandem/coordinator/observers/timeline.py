@@ -39,6 +39,7 @@ _WHAT: dict[type[msgspec.Struct], tuple[What, str]] = {
     messages.Generate: ("generating", "generate"),
     messages.RestoreSamples: ("generating", "from before the run was resumed"),
     messages.Train: ("training", "train"),
+    messages.StreamGroups: ("training", "stream"),
     messages.Evaluate: ("validating", "evaluate"),
     messages.CopyWeights: ("refitting", "copy weights"),
     messages.Refit: ("refitting", "refit"),

@@ -231,6 +231,11 @@ def check_samples_missing(request: UnansweredRequest, reply: messages.SamplesMis
     require_among("rollouts", reply.rollouts, {*request.command.sources})
 
 
+def check_groups_streamed(request: UnansweredRequest, reply: messages.GroupsStreamed) -> None:
+    """`step` is that of the command."""
+    require_same(request, reply, "step")
+
+
 def check_evaluated(request: UnansweredRequest, reply: messages.Evaluated) -> None:
     """`step` is that of the command. `metrics` are finite numbers."""
     require_same(request, reply, "step")
@@ -462,6 +467,7 @@ CHECKS: Mapping[type[messages.Message], Mapping[type[messages.Command], Check | 
     messages.TrainerBuilt: {messages.BuildTrainer: check_trainer_built},
     messages.Trained: {messages.Train: check_trained},
     messages.SamplesMissing: {messages.Train: check_samples_missing},
+    messages.GroupsStreamed: {messages.StreamGroups: check_groups_streamed},
     messages.Evaluated: {messages.Evaluate: check_evaluated},
     messages.CheckpointCopied: {messages.SaveCheckpoint: None},
     messages.CheckpointSaved: {messages.AwaitCheckpoint: None},

@@ -205,6 +205,15 @@ class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of each trainer's command, by its name."""
 
 
+class DispatchGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """Make a batch of these groups of `step`, and send its table to every trainer, as a `StreamGroups`."""
+
+    step: int
+    groups: tuple[int, ...]
+    commands: dict[str, CommandFields]
+    """Same as in `DispatchBatch`."""
+
+
 class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Have this rollout log the samples of a step, from itself or another rollout, as a `RecordSamples`."""
 
@@ -320,6 +329,7 @@ Action = (
     | FindRestored
     | DispatchPrompts
     | DispatchBatch
+    | DispatchGroups
     | DispatchRecord
     | StepValidated
     | StepRecorded

@@ -37,7 +37,7 @@ table that it reads has changed since it was last asked (`agenda`). `RULES` decl
 
 Synchronous training is an age of zero: generation for a step waits until the weights of the step before are published.
 An algorithm over a data set has no engines, so the rules about engines do not fire. An error on the way ends the run
-(`start_and_end.fail`).
+(`start_and_end.fail`). Streaming training has one rule more, asked right after *train* (`rules.streaming`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,16 @@ from tandem.coordinator.scheduler import events
 from tandem.coordinator.scheduler.agenda import RuleAgenda, RuleMode, RuleTables, TableRule
 from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.groups.table import RestoredGroups
-from tandem.coordinator.scheduler.rules import leaving, losing, publishing, recovery, regeneration, start_and_end, steps
+from tandem.coordinator.scheduler.rules import (
+    leaving,
+    losing,
+    publishing,
+    recovery,
+    regeneration,
+    start_and_end,
+    steps,
+    streaming,
+)
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps import StepState
 from tandem.coordinator.scheduler.tables import IsInformative, SchedulerTables
@@ -75,7 +84,7 @@ class Scheduler:
 
         `first_command_id` is above that of any command in an earlier attempt. `agenda` creates the agenda of rules.
         """
-        self.agenda = agenda(RULES)
+        self.agenda = agenda(RULES if spec.streaming is None else add_rule(streaming.STREAM, after=TRAIN))
         self.tables = SchedulerTables(spec, now, is_informative, first_command_id, self.agenda.changes)
         self._may_phase_differ = self.agenda.watch(
             RuleTables.STEPS, RuleTables.SAVING, RuleTables.WEIGHTS, RuleTables.ENGINES, RuleTables.REQUESTS
@@ -145,7 +154,7 @@ def _apply_reply(tables: SchedulerTables, process: str, reply: messages.Reply) -
             tables.progress.missing |= missing
         case messages.Trained(has_update=has_update):
             tables.progress.has_update |= has_update
-        case messages.Generated() | messages.CheckpointCopied() | messages.Evaluated():
+        case messages.Generated() | messages.CheckpointCopied() | messages.Evaluated() | messages.GroupsStreamed():
             pass  # all that matters of it is that it came
         case messages.CheckpointSaved():
             tables.saving.take_written(process)
@@ -337,3 +346,12 @@ RULES: dict[RuleMode, tuple[TableRule[SchedulerTables], ...]] = {
     RuleMode.FAILING: (PUBLISH_CHECKPOINT, FINISH),
 }
 """The rules of each mode, in the order in which they are asked."""
+
+
+def add_rule(
+    rule: TableRule[SchedulerTables], *, after: TableRule[SchedulerTables]
+) -> Mapping[RuleMode, tuple[TableRule[SchedulerTables], ...]]:
+    """Return the rules with one more, asked right after one of the others."""
+    place = RULES[RuleMode.GOING_ON].index(after) + 1
+    rules = RULES[RuleMode.GOING_ON]
+    return {**RULES, RuleMode.GOING_ON: (*rules[:place], rule, *rules[place:])}

@@ -41,6 +41,13 @@ class DynamicSampling(msgspec.Struct, frozen=True, kw_only=True):
     """The most batches of groups."""
 
 
+class StreamingTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """Training on a step's first groups while the last are generated."""
+
+    min_groups: int
+    """The fewest groups that trainers are given at once."""
+
+
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All properties of a run that its schedule depends on."""
 
@@ -112,6 +119,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """None: each group belongs to one engine from the beginning, so that a repeated run has the same batches."""
     dynamic_sampling: DynamicSampling | None = None
     """None: a step trains on all groups that it generates."""
+    streaming: StreamingTraining | None = None
+    """None: a step trains once all of its groups are there."""
     deadlines: CommandDeadlines
 
     @property

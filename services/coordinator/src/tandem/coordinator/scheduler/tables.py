@@ -57,6 +57,20 @@ IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
 
 
+class StreamedGroups:
+    """The groups of the step in progress that trainers were given before all were there."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self.requests: dict[int, int] = {}
+        """The id of the command that made the samples of each, by its number."""
+
+    def begin(self, step: int) -> None:
+        """Forget the groups of other steps."""
+        if step != self._step:
+            self._step, self.requests = step, {}
+
+
 class SchedulerTables:
     """Groups, engines, processes and pending requests, the step in progress, and how far the run is."""
 
@@ -119,6 +133,7 @@ class SchedulerTables:
         """The time since which no request is pending."""
         self.num_too_old = 0
         """Groups dropped since the last step was committed, because their weights were too old."""
+        self.streamed = StreamedGroups()
         self.num_in_store = 0
         """Groups that were ready for later steps when the step in progress began to train."""
 

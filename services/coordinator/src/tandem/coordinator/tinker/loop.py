@@ -106,8 +106,9 @@ class CallLoop(CoordinatorLoop):
             with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the end
                 self._write_calls()
 
-    def _send_batch(self, action: events.DispatchBatch) -> None:
+    def _send_batch(self, action: events.DispatchBatch | events.DispatchGroups) -> None:
         """Open the step instead: the calls of clients are what is trained on."""
+        assert isinstance(action, events.DispatchBatch), "such a run streams no groups"
         self._held = action
         self._metrics, self._began_at = {}, time.monotonic()
         if not self._desk.is_open:

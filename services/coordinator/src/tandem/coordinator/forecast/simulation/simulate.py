@@ -235,6 +235,7 @@ def _describe_run(config: Config, num_steps: int) -> RunSpec:
         is_verified=False,
         max_replacements=_UNLIMITED,
         dynamic_sampling=None,
+        streaming=None,
         deadlines=_NEVER_LATE,
     )
 
