@@ -16,11 +16,9 @@ from tandem.common.messages import Listener, StreamGroups
 from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.batches import MadeBatch, StepBatches
-from tandem.coordinator.loop.loop import CoordinatorLoop
+from tandem.coordinator.loop.loop import CoordinatorLoop, MadeBatch, StepBatches
 from tandem.coordinator.scheduler.events import DispatchBatch, DispatchGroups, SampleRecord
 from tandem.samples.batch import SampleBatch, is_of_table
-from tandem.samples.batch_sharding import BatchSharding
 
 SequencePlace = tuple[int, int, int, int]
 """A sequence: the command that made it, its group, its place there, and its branch."""
@@ -47,7 +45,7 @@ class StreamingBatches(StepBatches):
         """
         numbers = {*action.groups}
         batch = self._grpo.batch_of_groups(action.step, [r for r in records if r.scored.group in numbers])
-        batch = BatchSharding.of(self._config, shares_prompts=self._shares_prompts).shard(batch)
+        batch = self._sharding.shard(batch)
         if action.step != self._step:
             self._step, self._rank_of = action.step, {}
         self._rank_of |= dict(zip(_places_of(batch), batch.rank_S.tolist(), strict=True))
@@ -67,8 +65,7 @@ class StreamingBatches(StepBatches):
         rank_S = np.array([self._rank_of.get(place, -1) for place in _places_of(batch)], dtype=np.int32)
         new_rows = np.flatnonzero(rank_S < 0)
         if len(new_rows):
-            sharding = BatchSharding.of(self._config, shares_prompts=self._shares_prompts)
-            rank_S[new_rows] = sharding.ranks(
+            rank_S[new_rows] = self._sharding.ranks(
                 batch.lengths_S[new_rows], batch.prompt_S[new_rows], batch.branch_S[new_rows]
             )
         commands = [
