@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import threading
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.messages import Purpose
 from tandem.config.schema import LoggerConfig
-from tandem.samples import sample_files
+from tandem.samples import sample_files, sample_writing
+from tandem.samples.batch import Float32s
 from tandem.samples.recorded_shards import steps
 from tandem.samples.sample_files import (
     LOGPROBS,
@@ -202,3 +205,26 @@ def test_a_validation_in_progress_is_no_leftover_of_the_training_of_its_step(tmp
 def test_where_there_is_nothing_nothing_is_made(tmp_path: Path) -> None:
     SampleFolder(settings(tmp_path, "off")).put_aside_after(0, LIMITS)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_log_probabilities_that_take_too_long_at_the_end_are_reported_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sample_writing, "_CLOSE_S", 0.01)
+    samples = sample_of(2)
+    zero_S = np.zeros_like(samples.lengths_S)
+    samples = samples.replace(group_S=zero_S, sample_S=zero_S, branch_S=zero_S)
+    num_tokens, may_end = int(samples.lengths_S.sum()), threading.Event()
+
+    def compute() -> Float32s:
+        assert may_end.wait(60.0)
+        return np.zeros(num_tokens, dtype=np.float32)
+
+    recorder = sample_writing.LogprobRecorder(tmp_path, RUN_ID, "trainer-0")
+    recorder.add(7, samples, compute)
+    recorder.close()
+    missing = (
+        f"trainer-0: log-probabilities are missing in the record {tmp_path}: writing the last steps takes over 0.01 s"
+    )
+    assert capsys.readouterr().err == f"{missing}\n"
+    may_end.set()

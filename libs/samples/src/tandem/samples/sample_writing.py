@@ -270,12 +270,12 @@ class LogprobRecorder:
             self._complain("the disk is slower than steps are trained")
 
     def close(self) -> None:
-        """Write the steps that still wait, and end the thread."""
-        try:
+        """Write the steps that still wait, and end the thread. One that the disk holds up ends with the process."""
+        with suppress(queue.Full):
             self._queue.put(None, timeout=_CLOSE_S)
-        except queue.Full:
-            return  # the disk holds up the thread, which ends with the process
-        self._thread.join(_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._complain(f"writing the last steps takes over {_CLOSE_S:g} s")
 
     def _write(self) -> None:
         while (item := self._queue.get()) is not None:
