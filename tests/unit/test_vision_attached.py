@@ -18,6 +18,10 @@ WORDS = {"image", "images", "vision", "pixel", "pixels", "picture", "pictures", 
 NAMES = {"sees", "family_of"}
 INCIDENTAL = {
     "samples/packaged_environments/programs/harbor_sandbox.py": "images of containers",
+    "samples/packaged_environments/programs/containers.py": "the same",
+    "samples/packaged_environments/programs/play_openenv.py": "the same",
+    "config/checks/data.py": "the same",
+    "config/schema/environments.py": "the same",
     "coordinator/clusters/kubernetes.py": "the same",
     "coordinator/observers/progress.py": "a picture of processes",
 }

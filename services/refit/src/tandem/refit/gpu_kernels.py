@@ -22,7 +22,7 @@ def types(word: int, to: torch.dtype, from_: torch.dtype) -> tuple[Any, Any]:
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def copy_tiles(table_M8, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """Copy tile number ``program_id``; a row of the table has the fields of `segments.CopyTiles` in order."""
+    """Copy tile number ``program_id``; a row of the table has the fields of `gpu_copy.CopyTiles` in order."""
     row = table_M8 + tl.program_id(0).to(tl.int64) * 8
     destination = tl.load(row).to(tl.pointer_type(TO))
     source = tl.load(row + 1).to(tl.pointer_type(FROM))

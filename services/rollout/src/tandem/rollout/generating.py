@@ -299,7 +299,7 @@ class RunningGenerations:
             conversation = generation.conversations[number]
             if wrong := beyond_in_sum(conversation.reward, result):
                 result = self._refuse(conversation, wrong)
-            ended = self._go_on(conversation, result) if isinstance(result, Turn) else result
+            ended = self._end_or_continue(conversation, result) if isinstance(result, Turn) else result
             match ended:
                 case None:
                     self._answered.append(number)
@@ -366,7 +366,7 @@ class RunningGenerations:
             )
             self._context.reply(command_id, message)
 
-    def _go_on(
+    def _end_or_continue(
         self, conversation: SampleConversation, turn: Turn
     ) -> Literal["length", "turns"] | UnscoredResponse | None:
         """Add the environment's reply if another response may follow; else return what ends the sample."""

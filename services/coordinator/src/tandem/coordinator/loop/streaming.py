@@ -1,4 +1,4 @@
-"""The loop and batches of runs whose trainers get a step's groups as they come, and then the whole step.
+"""The loop and batches of runs whose trainers get a step's groups as they come, then the whole step.
 
 Each rank trains on the sequences that it was given first. So it fetches nothing twice, and the step's table says of
 every sequence where its gradient is.

@@ -286,7 +286,7 @@ class NewestVersion(Tracked):
             self.verification.prove_again(self.version)
 
     def forget(self, engine: EngineState) -> None:
-        """Forget an engine's weights: neither their digests nor the samples made with them count."""
+        """Forget an engine's weights: their digests do not count, and samples made with them are generated again."""
         self.num_behind -= self.is_behind(engine)
         engine.has_frozen = False
         self.verification.forget(engine.name)

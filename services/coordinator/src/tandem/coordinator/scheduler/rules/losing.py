@@ -1,4 +1,6 @@
-"""Processes that join, are lost, fail, or are late, and samples that are missing: how the run goes on.
+"""Processes that join, are lost, fail or are late, and missing samples: what the run does then.
+
+A process that dies, or is shut out, is lost.
 
 `JoinedProcesses` (`engines.processes`) knows which processes are there. This module decides what follows from a loss.
 
@@ -18,7 +20,7 @@ At most `max_replacements` processes are replaced. What follows the end of an at
 `tandem.coordinator.loop.run`: trainers are started again, and a new attempt begins.
 
 What follows from a failed command depends on its phase (`take_failure`). An error that is raised here ends the run
-(`ending.fail`).
+(`start_and_end.fail`).
 
 A late process or request is given up, or ends the run with an error that names it (`check`).
 """
@@ -148,7 +150,7 @@ def take_unusable(tables: SchedulerTables, missing: Mapping[str, str]) -> list[A
 
 
 def _replace_engine(tables: SchedulerTables, engine: str, reason: str) -> list[Action]:
-    """Replace an engine. The groups that it kept and was generating are generated again."""
+    """Replace an engine. The rule `discard` has the groups that it kept and was generating wait for another."""
     regeneration.drop_generation(tables, engine)
     tables.groups.forget_stored(engine)
     return recovery.replace_engine(tables, engine, tables.phase.value, reason)
