@@ -1,4 +1,4 @@
-"""Streaming training on one rank: the gradient of a step's groups as they come, and then its optimizer step.
+"""Streaming training on a rank: the gradient of a step's groups as they come, then its optimizer step.
 
 While the last groups of a step are generated, `StreamedGradient.add` computes the gradient of those that are there.
 The loss is a mean over the tokens, or sequences, of the whole batch, whose number is not known yet. So the gradients
