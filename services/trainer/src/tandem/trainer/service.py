@@ -183,12 +183,7 @@ class TrainerService:
             raise WireError(f"{type(command).__name__}.{error}") from error
         return table
 
-    def _read_samples(
-        self,
-        command: BatchCommand,
-        table: SampleBatch,
-        arrays: wire.Arrays,
-    ) -> SampleBatch:
+    def _read_samples(self, command: BatchCommand, table: SampleBatch, arrays: wire.Arrays) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         rank_table = table.take(table.rows_of(self._rank))
         try:
